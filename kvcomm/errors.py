@@ -1,0 +1,120 @@
+"""Errors that say what the caller can do.
+
+Two families, never mixed:
+
+* **The caller's mistake** is a :class:`ValueError` (``NamespaceError``, ``PayloadError``, ``ConfigError``, ...):
+  retrying the same call cannot help.
+* **An operating failure** is a :class:`KVCommError`; its class is the advice.
+
+A miss is neither: it is a value.  A broken invariant of ours is an ``assert``.
+
+Operating failures cross the wire as data (``kvcomm.wire.messages.Failure``) and become exceptions again in exactly one
+place, :func:`failure_to_error`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KVCommError(Exception):
+    """An operating failure.  ``code`` names the class on the wire."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, detail: bytes = b"") -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+
+
+class Unavailable(KVCommError):
+    """Nobody who could serve this answered in time; nothing was changed.  Retry later, or go without."""
+
+    code = "unavailable"
+
+
+class StaleEpoch(KVCommError):
+    """The request carried an old ring epoch.  ``detail`` holds the encoded new map: adopt it and retry once."""
+
+    code = "stale_epoch"
+
+
+class Conflict(KVCommError):
+    """The stored version is not the one the caller named.  Read again, decide again."""
+
+    code = "conflict"
+
+
+class OutcomeUnknown(KVCommError):
+    """The request may or may not have taken effect.  Read before you write again."""
+
+    code = "outcome_unknown"
+
+
+class Corrupt(KVCommError):
+    """Bytes failed verification and were not served.  Compute them again."""
+
+    code = "corrupt"
+
+
+class Refused(KVCommError):
+    """The request is understood and will not be done; the message says why and what to change."""
+
+    code = "refused"
+
+
+class PoolFull(Refused):
+    """No room could be freed: everything that could go is pinned or reserved.  Drop views or enlarge the pool."""
+
+    code = "pool_full"
+
+
+class TooLarge(Refused):
+    """A value is over its limit.  The message names the limit and its configuration key."""
+
+    code = "too_large"
+
+
+class Unauthenticated(Refused):
+    """The credential is missing or wrong."""
+
+    code = "unauthenticated"
+
+
+class NamespaceError(ValueError):
+    """A namespace is incomplete or contradicts itself."""
+
+
+class TokenError(ValueError):
+    """Token ids or positions are out of range."""
+
+
+class PayloadError(ValueError):
+    """A block's bytes do not fit the namespace (size, dtype, shape, contiguity)."""
+
+
+class ConfigError(ValueError):
+    """The configuration has an unknown key or a value that cannot be used."""
+
+
+_BY_CODE: dict[str, type[KVCommError]] = {
+    cls.code: cls
+    for cls in (
+        KVCommError,
+        Unavailable,
+        StaleEpoch,
+        Conflict,
+        OutcomeUnknown,
+        Corrupt,
+        Refused,
+        PoolFull,
+        TooLarge,
+        Unauthenticated,
+    )
+}
+
+
+def failure_to_error(code: str, message: str, detail: bytes = b"") -> KVCommError:
+    """The exception for a failure that came over the wire; an unknown code becomes a plain ``KVCommError``."""
+    return _BY_CODE.get(code, KVCommError)(message, detail)

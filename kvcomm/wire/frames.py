@@ -1,0 +1,205 @@
+"""The data wire's frames: sans I/O, shared by blocking sockets, asyncio and the simulator.
+
+A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
+
+    0   magic 2s = "KV"      8   request u64       24  checksum u64  xxh3-64 of bytes [0, 24) and the message
+    2   version u8           16  payload_bytes u64
+    3   flags u8 (0)         The payload is not covered: blocks carry their own checksum, verified after arrival.
+    4   message_bytes u32
+
+Requests are pipelined: a reply carries its request's number, and replies may come in any order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Union, cast
+
+import msgspec
+from xxhash import xxh3_64
+
+from kvcomm.block import Buffer
+from kvcomm.errors import Corrupt, TooLarge
+from kvcomm.wire.messages import MESSAGES, PROTOCOL_VERSION, Message
+
+MAGIC = b"KV"
+MESSAGE_BYTES_MAX = 16 << 20
+PAYLOAD_BYTES_MAX = 4 << 30
+STAGING_BYTES = 64 << 10
+
+_PREFIX = struct.Struct("<2sBBIQQQ")
+_SUMMED_BYTES = 24
+PREFIX_BYTES = _PREFIX.size
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(type=cast("type[Message]", Union[MESSAGES]))
+
+Sink = Callable[[int, Message, int], list[memoryview] | None]
+"""``sink(request, message, payload_bytes)``: where the payload goes, as writable pieces whose lengths add up to
+``payload_bytes``; ``None`` = a fresh buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One received frame; ``payload`` is what the sink named, now filled (empty list = no payload)."""
+
+    request: int
+    message: Message
+    payload: list[memoryview]
+
+
+def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ()) -> list[Buffer]:
+    """The pieces to send, in order; payload buffers are passed through, not copied.
+
+    Raises:
+        TooLarge: the message or the payload is over its bound.
+    """
+    pieces = [piece for piece in payload if len(piece)]
+    payload_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+    body = _encoder.encode(message)
+    if len(body) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+        raise TooLarge(f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch")
+    head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, payload_bytes, 0)[:_SUMMED_BYTES]
+    return [head + _checksum(head, body) + body, *pieces]
+
+
+def _checksum(head: Buffer, body: Buffer) -> bytes:
+    digest = xxh3_64(head)
+    digest.update(body)
+    return digest.intdigest().to_bytes(8, "little")
+
+
+class FrameReader:
+    """Turns arriving bytes into frames, reading payloads straight into their destination.
+
+    Theory of operation: the owner asks for :meth:`buffer`, receives into it, and says how much arrived with
+    :meth:`advance`.  While no payload is due the buffer is a staging area that may take several small frames at once; while
+    a payload is due it is exactly the rest of the destination, so that nothing is read past it and nothing is copied
+    (except the first piece that came into staging together with the message).
+    """
+
+    def __init__(self, sink: Sink | None = None, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+        self._sink = sink
+        self._payload_bytes_max = payload_bytes_max
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._begin = 0  # [begin, end) of the staging area holds bytes not yet parsed
+        self._end = 0
+        self._due: list[memoryview] = []  # pieces of the payload still to fill, first one first
+        self._waiting: Frame | None = None
+
+    def buffer(self) -> memoryview:
+        """Where to receive next; never empty."""
+        if self._due:
+            return self._due[0]
+        return self._staging[self._end :]
+
+    def advance(self, received_bytes: int) -> list[Frame]:
+        """``received_bytes`` have arrived in :meth:`buffer`; the frames that they completed.
+
+        Raises:
+            Corrupt: the bytes are not a frame of this protocol; the connection is of no further use.
+            TooLarge: a frame announces more than its bound.
+        """
+        frames: list[Frame] = []
+        if self._due:
+            self._filled(received_bytes, frames)
+        else:
+            self._end += received_bytes
+        while not self._due and self._next(frames):
+            pass
+        if not self._due:
+            self._make_room()
+        return frames
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is half received."""
+        return not self._due and self._begin == self._end
+
+    def _next(self, frames: list[Frame]) -> bool:
+        """Parse one frame's prefix and message out of staging; False when it is not all there."""
+        have = self._end - self._begin
+        if have < PREFIX_BYTES:
+            return False
+        head = bytes(self._staging[self._begin : self._begin + _SUMMED_BYTES])
+        magic, version, _, body_bytes, request, payload_bytes, checksum = _PREFIX.unpack_from(
+            self._staging, self._begin
+        )
+        if magic != MAGIC or version != PROTOCOL_VERSION:
+            raise Corrupt(f"not a version {PROTOCOL_VERSION} frame (magic {magic!r}, version {version})")
+        if body_bytes > MESSAGE_BYTES_MAX or payload_bytes > self._payload_bytes_max:
+            raise TooLarge(f"frame announces {body_bytes} + {payload_bytes} bytes, over the wire's bound")
+        if have < PREFIX_BYTES + body_bytes:
+            return False
+        body = self._staging[self._begin + PREFIX_BYTES : self._begin + PREFIX_BYTES + body_bytes]
+        if _checksum(head, body) != checksum.to_bytes(8, "little"):
+            raise Corrupt("frame checksum does not match")
+        message = _decode(body)
+        self._begin += PREFIX_BYTES + body_bytes
+        self._start_payload(Frame(request, message, self._place(request, message, payload_bytes)), frames)
+        return True
+
+    def _place(self, request: int, message: Message, payload_bytes: int) -> list[memoryview]:
+        if not payload_bytes:
+            return []
+        pieces = self._sink(request, message, payload_bytes) if self._sink else None
+        if pieces is None:
+            return [memoryview(bytearray(payload_bytes))]
+        pieces = [piece.cast("B") for piece in pieces if piece.nbytes]
+        if sum(piece.nbytes for piece in pieces) != payload_bytes:
+            raise Corrupt(f"payload of {payload_bytes} bytes does not fit its destination")
+        return pieces
+
+    def _start_payload(self, frame: Frame, frames: list[Frame]) -> None:
+        if not frame.payload:
+            frames.append(frame)
+            return
+        self._waiting, self._due = frame, list(frame.payload)
+        while self._due and self._begin < self._end:
+            piece = self._due[0]
+            take = min(len(piece), self._end - self._begin)
+            piece[:take] = self._staging[self._begin : self._begin + take]
+            self._begin += take
+            self._filled(take, frames)
+
+    def _filled(self, received_bytes: int, frames: list[Frame]) -> None:
+        rest = self._due[0][received_bytes:]
+        if len(rest):
+            self._due[0] = rest
+            return
+        del self._due[0]
+        if not self._due:
+            assert self._waiting is not None
+            frames.append(self._waiting)
+            self._waiting = None
+
+    def _make_room(self) -> None:
+        """Move an unparsed rest to the front; grow staging when one message alone does not fit."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._staging) > STAGING_BYTES:
+                self._staging = memoryview(bytearray(STAGING_BYTES))
+            return
+        rest = bytes(self._staging[self._begin : self._end])
+        need = self._need_bytes(rest)
+        if need > len(self._staging):
+            self._staging = memoryview(bytearray(need))
+        elif self._end < len(self._staging) and self._begin < len(self._staging) // 2:
+            return  # there is room behind; moving would cost a copy for nothing
+        self._staging[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
+    @staticmethod
+    def _need_bytes(rest: bytes) -> int:
+        if len(rest) < PREFIX_BYTES:
+            return PREFIX_BYTES
+        return PREFIX_BYTES + int(_PREFIX.unpack_from(rest)[3])
+
+
+def _decode(body: memoryview) -> Message:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise Corrupt(f"message cannot be decoded: {error}") from error

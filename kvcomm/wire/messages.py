@@ -1,0 +1,299 @@
+"""Every message of the data wire.
+
+A message is a small msgspec struct; block bytes travel beside it as the frame's *payload* and are received straight into
+their destination.  Requests that depend on placement carry the ring ``epoch`` they were computed from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+KEYS_MAX = 65_536
+"""Most keys one request may name."""
+VALUE_BYTES_MAX = 1 << 20
+"""Largest record value."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the class name is the tag."""
+
+    idempotent: ClassVar[bool] = True
+    """Whether sending the request twice has the effect of sending it once."""
+
+
+# -- session --------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of every connection."""
+
+    protocol: int
+    token: str
+    """Credential, ``tenant:hex``; the tenant is what the server makes of it, not what the text claims."""
+    caller: int
+    """Incarnation of the calling process."""
+    key_vector: bytes
+    """Key of a fixed test block: two sides that hash differently must not talk."""
+
+
+class Welcome(Message, frozen=True):
+    node: str
+    role: str
+    """``pool`` or ``shard``."""
+    instance: str
+    incarnation: int
+    tenant: bytes
+    """The caller's tenant digest, 16 bytes."""
+    region: str
+    """Path of the shared-memory region that holds this node's blocks for the tenant, or empty."""
+    epoch: int
+
+
+class Ping(Message, frozen=True):
+    pass
+
+
+class Pong(Message, frozen=True):
+    pass
+
+
+class Failure(Message, frozen=True):
+    """An operating failure as data; see ``kvcomm.errors``."""
+
+    code: str
+    text: str
+    detail: bytes = b""
+
+
+# -- blocks: one-sided writes through a reservation ----------------------------------------------------------------
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    copy_bytes: int
+    """Header plus payload."""
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to one want.  ``status``: ``granted``, ``present`` (first copy won), ``pending`` (another writer holds the
+    reservation), ``full`` (nothing could be evicted), ``too_large``, ``refused`` (no valid key or size)."""
+
+    status: str
+    token: int = 0
+    offset: int = 0
+    """Of the copy, from the start of the region."""
+    generation: int = 0
+
+
+class BlockReserve(Message, frozen=True):
+    wants: list[Want]
+
+
+class BlockReserved(Message, frozen=True):
+    grants: list[Grant]
+
+
+class BlockPublish(Message, frozen=True):
+    tokens: list[int]
+
+
+class BlockPublished(Message, frozen=True):
+    statuses: list[str]
+    """``published``, ``expired`` (the reservation ran out; the block is not visible), ``corrupt`` (the header in the slot
+    does not name the reserved key)."""
+
+
+class BlockAbort(Message, frozen=True):
+    tokens: list[int]
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class PinOpen(Message, frozen=True):
+    """Asks for hazard slots that belong to this connection; they are dropped when it closes."""
+
+    slots: int
+
+
+class PinRange(Message, frozen=True):
+    first: int
+    count: int
+    budget_bytes: int
+
+
+# -- blocks: over the wire -----------------------------------------------------------------------------------------
+
+
+class BlockLookup(Message, frozen=True):
+    epoch: int
+    keys: list[bytes]
+
+
+class BlockPresence(Message, frozen=True):
+    present: bytes
+    """One byte a key, 1 = present."""
+
+
+class BlockGet(Message, frozen=True):
+    epoch: int
+    keys: list[bytes]
+
+
+class BlockCopies(Message, frozen=True):
+    """The payload is the present copies, one after the other."""
+
+    copy_bytes: list[int]
+    """One a key; 0 = miss."""
+
+
+class BlockPut(Message, frozen=True):
+    """The payload is the copies, one after the other.  First copy wins."""
+
+    epoch: int
+    wants: list[Want]
+
+
+class BlockStored(Message, frozen=True):
+    statuses: list[str]
+    """``stored``, ``present``, ``pending``, ``full``, ``too_large``, ``corrupt``."""
+
+
+class BlockList(Message, frozen=True):
+    after: bytes
+    limit: int
+
+
+class BlockItem(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    copy_bytes: int
+
+
+class BlockListed(Message, frozen=True):
+    items: list[BlockItem]
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+Dots = dict[str, int]
+"""A version vector on the wire: replica incarnation id -> counter."""
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    replica: str
+    counter: int
+    hlc: int
+    """Hybrid logical time of the write, packed (see ``kvcomm.clock``)."""
+    value: bytes | None
+    """``None`` only inside replication: a delete."""
+
+
+class RecordState(msgspec.Struct, frozen=True, array_like=True):
+    """One record's whole replicated state: what was ever seen, and the values not yet overwritten."""
+
+    context: Dots
+    siblings: list[Sibling]
+
+
+class RecordGet(Message, frozen=True):
+    epoch: int
+    keys: list[bytes]
+
+
+class RecordStates(Message, frozen=True):
+    states: list[RecordState | None]
+    degraded: bool = False
+    """Fewer replicas answered than the read quorum."""
+
+
+class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    value: bytes | None
+    """``None`` deletes."""
+    context: Dots
+    """What the caller had read; the write replaces exactly what this covers."""
+
+
+class RecordPut(Message, frozen=True):
+    idempotent: ClassVar[bool] = False
+
+    epoch: int
+    writes: list[RecordWrite]
+
+
+class RecordVersion(msgspec.Struct, frozen=True, array_like=True):
+    replica: str
+    counter: int
+    context: Dots
+    """Context after the write: hand it to the next put."""
+    acks: int
+
+
+class RecordVersions(Message, frozen=True):
+    versions: list[RecordVersion]
+
+
+class RecordReplicate(Message, frozen=True):
+    """Replica to replica: merge these states.  Idempotent and commutative."""
+
+    epoch: int
+    keys: list[bytes]
+    states: list[RecordState]
+
+
+class RecordFetch(Message, frozen=True):
+    """Replica to replica: your local states, no quorum."""
+
+    epoch: int
+    keys: list[bytes]
+
+
+class RecordScan(Message, frozen=True):
+    prefix: bytes
+    after: bytes
+    limit: int
+
+
+class RecordKeys(Message, frozen=True):
+    keys: list[bytes]
+
+
+# -- ring ----------------------------------------------------------------------------------------------------------
+
+
+class RingNode(msgspec.Struct, frozen=True, array_like=True):
+    node: str
+    address: str
+    """``tcp://host:port`` or ``unix:///path`` of the data wire."""
+    control: str
+    """``host:port`` of the control wire."""
+    rack: str
+    weight: int
+
+
+class RingMap(Message, frozen=True):
+    """One epoch of the cluster: who is in the ring, and the rack pools beside it."""
+
+    epoch: int
+    replicas: int
+    write_quorum: int
+    read_quorum: int
+    block_copies: int
+    shards: list[RingNode]
+    pools: list[RingNode]
+
+
+class RingGet(Message, frozen=True):
+    pass
+
+
+MESSAGES: tuple[type[Message], ...] = (
+    Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished, BlockAbort, Done,
+    PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut, BlockStored, BlockList, BlockListed,
+    RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate, RecordFetch, RecordScan, RecordKeys, RingMap,
+    RingGet,
+)  # fmt: skip
