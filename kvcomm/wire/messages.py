@@ -268,7 +268,9 @@ class RecordKeys(Message, frozen=True):
 class RingNode(msgspec.Struct, frozen=True, array_like=True):
     node: str
     address: str
-    """``tcp://host:port`` or ``unix:///path`` of the data wire."""
+    """``tcp://host:port`` of the data wire."""
+    local_address: str
+    """``unix:///path`` of the data wire, for callers on the same host."""
     control: str
     """``host:port`` of the control wire."""
     rack: str
