@@ -168,7 +168,11 @@ class Supervisor:
 
     def story(self, key: bytes) -> str:
         node = self._nodes.get(key.decode(errors="replace"))
-        return "no such node" if node is None else f"{node.spec.node} is {node.state} since {node.since:.3f}: {node}"
+        return (
+            "no such node"
+            if node is None
+            else f"{node.spec.node} is {node.state} since {node.since:.3f}: {node}"
+        )
 
     def report(self) -> list[NodeReport]:
         return [
@@ -218,8 +222,12 @@ class Supervisor:
 
     def _issue(self) -> list[Effect]:
         """A new epoch when the map would differ from the last one; the first only when every shard has been up."""
-        shards = [self._ring_node(spec, self.ring.shards if self.ring else ()) for spec in self._of_role("shard")]
-        pools = [self._ring_node(spec, self.ring.pools if self.ring else ()) for spec in self._of_role("pool")]
+        shards = [
+            self._ring_node(spec, self.ring.shards if self.ring else ()) for spec in self._of_role("shard")
+        ]
+        pools = [
+            self._ring_node(spec, self.ring.pools if self.ring else ()) for spec in self._of_role("pool")
+        ]
         known_shards = [shard for shard in shards if shard]
         known_pools = [pool for pool in pools if pool]
         if len(known_shards) < len(shards) or len(known_pools) < len(pools):

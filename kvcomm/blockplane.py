@@ -139,7 +139,9 @@ class BlockPlane:
         finally:
             claim.release()
         orphaned = [index for index in wanted if run.blocks[index] is None and index not in mine]
-        if orphaned and orphaned[0] == len(run.delivered):  # the other reader gave up or failed: load them ourselves
+        if orphaned and orphaned[0] == len(
+            run.delivered
+        ):  # the other reader gave up or failed: load them ourselves
             loaded += yield from self._load(run, orphaned)
         if self._l2 is not None and loaded:
             yield from self._l2.put([BlockCopy(block.header, block.payload) for block in loaded])
@@ -214,7 +216,9 @@ def _fill(
     return dict(zip(rest, said, strict=True))
 
 
-def _put(tier: Tier | None, copies: dict[int, BlockCopy], has: list[Presence]) -> Steps[list[PutStatus | None]]:
+def _put(
+    tier: Tier | None, copies: dict[int, BlockCopy], has: list[Presence]
+) -> Steps[list[PutStatus | None]]:
     if tier is None:
         return [None] * len(has)
     statuses: list[PutStatus | None] = ["present"] * len(has)

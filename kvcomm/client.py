@@ -153,11 +153,7 @@ class Context:
 
     def fetch(self, *, deadline_s: float = DEADLINE_S) -> Hit:
         """The blocks that the head names, as far as they can be had."""
-        return self._client.run(self._fetch(), deadline_s)
-
-    def _fetch(self) -> Steps[Hit]:
-        manifest = yield from self._operations.head(self.agent, self.session)
-        return (yield from self._operations.follow(manifest))
+        return self._client.run(self._operations.follow_head(self.agent, self.session), deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

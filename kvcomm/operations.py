@@ -133,7 +133,12 @@ class Operations:
         return (yield from self._publish(namespace, keys, blocks, first_block, starts, lineage))
 
     def append(
-        self, agent: str, session: str, namespace: Namespace | None, tokens: Sequence[int], blocks: Sequence[Buffer]
+        self,
+        agent: str,
+        session: str,
+        namespace: Namespace | None,
+        tokens: Sequence[int],
+        blocks: Sequence[Buffer],
     ) -> Steps[Manifest]:
         """Extend an agent's context and move its head: blocks first, so that whoever sees the head finds them.
 
@@ -168,10 +173,17 @@ class Operations:
             raise Unavailable(f"agent {agent!r} has no context {session!r} (yet)")
         return manifest
 
+    def follow_head(self, agent: str, session: str) -> Steps[Hit]:
+        """Fetch the blocks that the head of an agent's context names."""
+        manifest = yield from self.head(agent, session)
+        return (yield from self.follow(manifest))
+
     def state_get(self, name: str, keys: Sequence[str]) -> Steps[list[StateValue]]:
         return (yield from self.state().get([record_name("state", name, key) for key in keys]))
 
-    def state_put(self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None) -> Steps[list[Dots]]:
+    def state_put(
+        self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
+    ) -> Steps[list[Dots]]:
         writes = [(record_name("state", name, key), value, context) for key, value in items]
         versions = yield from self.state().put(writes)
         return [version.context for version in versions]
@@ -188,7 +200,9 @@ class Operations:
         bound = self._bound.get(namespace.id)
         if bound is None:
             if namespace.tenant not in (b"", self._tenant):
-                raise Refused("the namespace belongs to another tenant; leave .tenant empty, the cluster derives it")
+                raise Refused(
+                    "the namespace belongs to another tenant; leave .tenant empty, the cluster derives it"
+                )
             bound = self._bound[namespace.id] = namespace.for_tenant(self._tenant)
         return bound
 
@@ -208,7 +222,9 @@ class Operations:
         if namespace is None:
             raise NamespaceError("which namespace is this context in? pass namespace=...")
         if head is not None and head.namespace != namespace.id:
-            raise NamespaceError("this context was written in another namespace; use another session for another model")
+            raise NamespaceError(
+                "this context was written in another namespace; use another session for another model"
+            )
         return namespace
 
     def _fetch(self, keys: Sequence[BlockKey], block_tokens: int) -> Steps[Hit]:
@@ -231,7 +247,13 @@ class Operations:
             parent = keys[at - 1] if at else NO_PARENT
             payload = payloads[index]
             header = header_for(
-                namespace, keys[at], parent, payload, logical_start=starts[at], producer=self._producer, lineage=lineage
+                namespace,
+                keys[at],
+                parent,
+                payload,
+                logical_start=starts[at],
+                producer=self._producer,
+                lineage=lineage,
             )
             return BlockCopy(header, payload)
 
@@ -244,7 +266,9 @@ def _payload(namespace: Namespace, block: Buffer) -> memoryview:
     try:
         view = memoryview(block)
     except TypeError as error:
-        raise PayloadError(f"a block is a bytes-like buffer (tensors: their numpy() view); {error}") from error
+        raise PayloadError(
+            f"a block is a bytes-like buffer (tensors: their numpy() view); {error}"
+        ) from error
     if not view.c_contiguous or view.nbytes != namespace.block_bytes:
         raise PayloadError(
             f"a block of this namespace is {namespace.block_bytes} contiguous bytes, shape {namespace.block_shape} of "

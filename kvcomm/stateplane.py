@@ -47,7 +47,9 @@ class StateValue:
             Conflict: there are siblings; look at ``values`` and put a merged one.
         """
         if len(self.values) > 1:
-            raise Conflict(f"{len(self.values)} concurrent values; read .values, merge them and put the result")
+            raise Conflict(
+                f"{len(self.values)} concurrent values; read .values, merge them and put the result"
+            )
         return self.values[0] if self.values else None
 
 
@@ -118,7 +120,9 @@ class StatePlane:
         heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: len(head.tokens))
         for shorter, longer in zip(heads, heads[1:], strict=False):
             if not longer.extends(shorter):
-                raise Conflict(f"{len(heads)} writers took context {record_path(name)} different ways; fork it")
+                raise Conflict(
+                    f"{len(heads)} writers took context {record_path(name)} different ways; fork it"
+                )
         return heads[-1] if heads else None
 
     def _remember(self, name: bytes, context: Dots) -> None:

@@ -60,7 +60,9 @@ class BlockCopy:
 Presence = bool | None
 """``None``: nobody who could know answered.  Treated as a miss, never remembered as an absence."""
 
-PutStatus = Literal["stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"]
+PutStatus = Literal[
+    "stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"
+]
 """``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not stored, and why."""
 
 
