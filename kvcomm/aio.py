@@ -1,6 +1,8 @@
-"""``AsyncClient``: the asyncio face.  Same operations, same answers as ``kvcomm.client``; made by ``kvcomm.connect_async``.
+"""``AsyncClient``: the asyncio face.  Same operations, same answers as ``kvcomm.client``; made by
+``kvcomm.connect_async``.
 
-Hits in L1 and in the host's pool are memory operations done in the event loop's thread; everything else is awaited.
+Hits in L1 and in the host's pool are memory operations done in the event loop's thread; everything else is
+awaited.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """``kvcomm.client.Client`` for coroutines of one event loop.  Cancelling a call is safe: nothing half-read is reused."""
+    """``kvcomm.client.Client`` for coroutines of one event loop.  Cancelling a call is safe: nothing
+    half-read is reused."""
 
     def __init__(
         self, operations: Operations, peers: AsyncPeers, close: Callable[[], Awaitable[None]]

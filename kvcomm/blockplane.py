@@ -1,10 +1,11 @@
-"""``BlockPlane``: fetch the longest known prefix and publish what nobody has, across the tiers, as sans-I/O operations.
+"""``BlockPlane``: fetch the longest known prefix and publish what nobody has, across the tiers, as sans-I/O
+operations.
 
 The path of a fetch, for ``n`` block keys::
 
     L1   dictionary look-ups, no I/O
     L2   one batched lookup in shared memory for what L1 lacks
-    L3   one batched lookup, one request a shard, for what L2 lacks         (skipped where an absence is remembered)
+    L3   one batched lookup, one request a shard, for what L2 lacks (unless an absence is remembered)
     ->   the run of leading blocks that somebody has is the prefix; only it is fetched:
          L1 and L2 as views, L3 pipelined, every copy verified, emitted in order as it arrives
     <-   what came from L3 goes into L1 and is promoted to L2 for the other agents of the rack
@@ -43,7 +44,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of one published block: ``stored`` or ``present`` in at least one tier means others can read it."""
+    """What became of one published block: ``stored`` or ``present`` in at least one tier means others can
+    read it."""
 
     l2: PutStatus | None
     """``None``: there is no pool on this host."""
@@ -68,7 +70,8 @@ class BlockPlane:
         self._l1, self._l2, self._l3, self._clock = l1, l2, l3, clock
 
     def fetch(self, keys: Sequence[BlockKey]) -> Steps[Prefix]:
-        """The longest prefix of ``keys`` that somebody has; emits each ``Block`` in order as soon as it is verified.
+        """The longest prefix of ``keys`` that somebody has; emits each ``Block`` in order as soon as it is
+        verified.
 
         Never raises for lost, damaged or unreachable blocks: they end the prefix.
         """
@@ -81,7 +84,8 @@ class BlockPlane:
         return Prefix(tuple(run.delivered), len(keys))
 
     def publish(self, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]) -> Steps[list[Stored]]:
-        """Write to each tier what it lacks.  ``build(index)`` makes a copy (and hashes it) only where one is needed.
+        """Write to each tier what it lacks.  ``build(index)`` makes a copy (and hashes it) only where one is
+        needed.
 
         Never raises for a full or unreachable tier: the statuses say what happened.
         """
@@ -122,7 +126,8 @@ class BlockPlane:
         yield from run.emitting(self._l2.get([run.keys[index] for index in indices], found))
 
     def _from_l3(self, run: _Run) -> Steps[None]:
-        """What neither L1 nor L2 gave.  One load a key in this process: others' loads are waited for, after our own."""
+        """What neither L1 nor L2 gave.  One load a key in this process: others' loads are waited for, after
+        our own."""
         wanted = [index for index, block in enumerate(run.blocks) if block is None]
         if self._l3 is None or not wanted:
             return
@@ -181,7 +186,8 @@ class _Run:
             yield Emit(block)
 
     def emitting(self, steps: Steps[T]) -> Steps[T]:
-        """Run a tier's operation; at each of its ``Emit`` s emit the blocks that have become ready instead."""
+        """Run a tier's operation; at each of its ``Emit`` s emit the blocks that have become ready
+        instead."""
         try:
             step = next(steps)
             while True:

@@ -27,8 +27,8 @@ DEADLINE_S = 5.0
 class Client:
     """One agent process's door to the cluster.
 
-    Every call takes ``deadline_s``.  When it passes, block operations give what they have (a shorter prefix, a failed
-    status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.
+    Every call takes ``deadline_s``.  When it passes, block operations give what they have (a shorter prefix,
+    a failed status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.
     """
 
     def __init__(self, operations: Operations, peers: Peers, close: Callable[[], None]) -> None:
@@ -46,7 +46,8 @@ class Client:
         lineage: bytes = ROOT_LINEAGE,
         extra: bytes = b"",
     ) -> Hit:
-        """The KV of the longest prefix of ``tokens`` that any agent has published; see ``Operations.fetch``."""
+        """The KV of the longest prefix of ``tokens`` that any agent has published; see
+        ``Operations.fetch``."""
         return self.run(self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra), deadline_s)
 
     def stream(
@@ -143,7 +144,8 @@ class Context:
     def append(
         self, tokens: Sequence[int], blocks: Sequence[Buffer] = (), *, deadline_s: float = DEADLINE_S
     ) -> Manifest:
-        """Add tokens (and the KV of the full blocks that they complete); the new head.  See ``Operations.append``."""
+        """Add tokens (and the KV of the full blocks that they complete); the new head.  See
+        ``Operations.append``."""
         steps = self._operations.append(self.agent, self.session, self.namespace, tokens, blocks)
         return self._client.run(steps, deadline_s)
 
@@ -158,7 +160,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Small values under a name: never lost once a put returned, siblings shown when writers did not know each other."""
+    """Small values under a name: never lost once a put returned, siblings shown when writers did not know
+    each other."""
 
     _client: Client
     _operations: Operations

@@ -53,7 +53,8 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What became of each published block.  A block that nobody could take is not an error: it is computed again later."""
+    """What became of each published block.  A block that nobody could take is not an error: it is computed
+    again later."""
 
     statuses: tuple[Stored, ...]
 
@@ -74,7 +75,8 @@ class Published:
 
 
 class Operations:
-    """The client's operations.  ``tenant`` is what the cluster derived from our credential; ``producer`` marks our blocks."""
+    """The client's operations.  ``tenant`` is what the cluster derived from our credential; ``producer``
+    marks our blocks."""
 
     def __init__(
         self, blocks: BlockPlane, state: StatePlane | None, tenant: TenantDigest, producer: Incarnation
@@ -119,15 +121,18 @@ class Operations:
 
         Args:
             tokens: the whole prefix from its first token: a block's key depends on everything before it.
-            blocks: one contiguous buffer of ``namespace.block_bytes`` bytes a block, shape ``namespace.block_shape``.
+            blocks: one contiguous buffer of ``namespace.block_bytes`` bytes a block, shape
+            ``namespace.block_shape``.
 
-        Raises ``PayloadError`` if the buffers do not fit the namespace or the tokens; nothing is written then.
+        Raises ``PayloadError`` if the buffers do not fit the namespace or the tokens; nothing is written
+        then.
         """
         namespace = self.bind(namespace)
         keys = block_keys(namespace, tokens, lineage=lineage, extra=extra)
         if first_block < 0 or first_block + len(blocks) > len(keys):
             raise PayloadError(
-                f"{len(blocks)} blocks from block {first_block} on, but {len(tokens)} tokens are {len(keys)} full blocks"
+                f"{len(blocks)} blocks from block {first_block} on, but {len(tokens)} tokens are "
+                f"{len(keys)} full blocks"
             )
         starts = [index * namespace.block_tokens for index in range(len(keys))]
         return (yield from self._publish(namespace, keys, blocks, first_block, starts, lineage))
@@ -140,14 +145,16 @@ class Operations:
         tokens: Sequence[int],
         blocks: Sequence[Buffer],
     ) -> Steps[Manifest]:
-        """Extend an agent's context and move its head: blocks first, so that whoever sees the head finds them.
+        """Extend an agent's context and move its head: blocks first, so that whoever sees the head finds
+        them.
 
         Args:
-            namespace: of the context; ``None`` = the one this context (or, for a new one, this client) already uses.
+            namespace: of the context; ``None`` = the one this context (or, for a new one, this client)
+            already uses.
             blocks: the KV of the full blocks that these tokens complete, or empty to move the head only.
 
-        Raises what :meth:`publish` and ``StatePlane.put`` raise, and ``NamespaceError`` if the namespace is not known or
-        not the context's.
+        Raises what :meth:`publish` and ``StatePlane.put`` raise, and ``NamespaceError`` if the namespace is
+        not known or not the context's.
         """
         state, name = self.state(), record_name("context", agent, session)
         head = yield from state.manifest(name)
@@ -157,8 +164,8 @@ class Operations:
         first = len(before.keys)
         if blocks and len(blocks) != len(after.keys) - first:
             raise PayloadError(
-                f"these tokens complete {len(after.keys) - first} blocks (blocks {first} to {len(after.keys) - 1} of the "
-                f"context); got {len(blocks)} buffers"
+                f"these tokens complete {len(after.keys) - first} blocks (blocks {first} to "
+                f"{len(after.keys) - 1} of the context); got {len(blocks)} buffers"
             )
         if blocks:
             starts = [after.position(index * namespace.block_tokens) for index in range(len(after.keys))]
@@ -167,7 +174,8 @@ class Operations:
         return after
 
     def head(self, agent: str, session: str) -> Steps[Manifest]:
-        """The head of an agent's context.  Raises ``Unavailable`` if there is none (yet), ``Conflict`` if it forked."""
+        """The head of an agent's context.  Raises ``Unavailable`` if there is none (yet), ``Conflict`` if it
+        forked."""
         manifest = yield from self.state().manifest(record_name("context", agent, session))
         if manifest is None:
             raise Unavailable(f"agent {agent!r} has no context {session!r} (yet)")
@@ -271,7 +279,8 @@ def _payload(namespace: Namespace, block: Buffer) -> memoryview:
         ) from error
     if not view.c_contiguous or view.nbytes != namespace.block_bytes:
         raise PayloadError(
-            f"a block of this namespace is {namespace.block_bytes} contiguous bytes, shape {namespace.block_shape} of "
-            f"{namespace.dtype}; got {view.nbytes} bytes, {'contiguous' if view.c_contiguous else 'with gaps'}"
+            f"a block of this namespace is {namespace.block_bytes} contiguous bytes, shape "
+            f"{namespace.block_shape} of {namespace.dtype}; got {view.nbytes} bytes, "
+            f"{'contiguous' if view.c_contiguous else 'with gaps'}"
         )
     return view.cast("B") if view.format != "B" or view.ndim != 1 else view

@@ -1,13 +1,14 @@
 """``Steps``: sans-I/O client code that both the blocking and the asyncio face run.
 
-A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds the decisions
-(which peers, what to retry, what to verify) and no socket:
+A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds
+the decisions (which peers, what to retry, what to verify) and no socket:
 
-* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer are pipelined
-  in order.
+* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer
+  are pipelined in order.
 * ``Wait(call)`` is resumed with an :class:`Answer` when that call is done, failed or out of time.
 * ``Park(waiter)`` is resumed with True when the waiter is done, False when the time is up first.
-* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they arrive).
+* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they
+  arrive).
 
 The drivers are ``kvcomm.rpc``'s; ``kvcomm.client`` and the tiers write generators.
 """
@@ -50,8 +51,8 @@ class Call:
 class Answer:
     """A finished request.
 
-    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and idempotent),
-    or ``outcome_unknown`` (sent, not idempotent, and no reply).
+    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and
+    idempotent), or ``outcome_unknown`` (sent, not idempotent, and no reply).
     """
 
     message: Message

@@ -20,8 +20,8 @@ TierName = Literal["l1", "l2", "l3"]
 class Block:
     """A verified block as the reader gets it.
 
-    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long as any
-    memoryview, tensor or array made from it lives; treat it as read-only.
+    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long
+    as any memoryview, tensor or array made from it lives; treat it as read-only.
     """
 
     header: BlockHeader
@@ -37,7 +37,8 @@ class Block:
 
     @property
     def payload(self) -> memoryview:
-        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor without a copy."""
+        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor
+        without a copy."""
         return self.copy[HEADER_BYTES : HEADER_BYTES + self.header.payload_bytes]
 
 
@@ -63,7 +64,8 @@ Presence = bool | None
 PutStatus = Literal[
     "stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"
 ]
-"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not stored, and why."""
+"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not
+stored, and why."""
 
 
 class Flight(Waiter, Protocol):
@@ -112,16 +114,19 @@ class Near(Protocol):
 
 
 class Tier(Protocol):
-    """One level of the cache, as seen from an agent's process.  Every method is an operation of ``kvcomm.steps``."""
+    """One level of the cache, as seen from an agent's process.  Every method is an operation of
+    ``kvcomm.steps``."""
 
     name: TierName
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
-        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out of date."""
+        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out
+        of date."""
         ...
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
-        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives, skips misses.
+        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives,
+        skips misses.
 
         After each call the generator yields ``Emit(index)`` so that a driver can hand the block on at once.
         """
@@ -143,7 +148,8 @@ class RecordAnswer:
 
 
 class Records(Protocol):
-    """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give batches."""
+    """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give
+    batches."""
 
     def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
         """Raises ``Unavailable`` when no owner of some key answered."""
