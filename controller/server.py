@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from controller.launcher import Launcher
 from controller.supervisor import (
@@ -61,7 +62,7 @@ class SupervisorServer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Start the cluster and keep it; returns when ``stop`` is set and every node has ended."""
-        stopped = asyncio.ensure_future(stop.wait())
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         self._broken = asyncio.get_running_loop().create_future()
         self._deliver(Tick())
         try:
