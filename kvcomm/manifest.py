@@ -164,7 +164,7 @@ class Manifest:
         size = _encoded_bytes(len(self.runs), self.token_count, self.block_tokens)
         if size > MANIFEST_BYTES_MAX:
             raise TooLarge(
-                f"a manifest of {self.token_count} tokens in blocks of {self.block_tokens} takes {size} bytes, "
+                f"a manifest of {self.token_count} tokens in {len(self.keys)} blocks takes {size} bytes, "
                 f"over the {MANIFEST_BYTES_MAX} of a record value; use larger blocks or a new session"
             )
         head = _HEAD.pack(
