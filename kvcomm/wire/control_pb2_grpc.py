@@ -94,15 +94,16 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRing(self, request, context):
-        """The current ring if it is newer than `after_epoch`, then each newer one.  Epochs may be skipped, never repeated.
+        """The current ring if it is newer than `after_epoch`, then each newer one.  Epochs may be skipped, never
+        repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRing(self, request, context):
-        """Hands the node its ring.  Only the cluster's own processes may; an epoch that is not newer is refused, except that the
-        ring the node already has may be sent again.
+        """Hands the node its ring.  Only the cluster's own processes may; an epoch that is not newer is refused,
+        except that the ring the node already has may be sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
