@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -116,6 +117,20 @@ class Manifest:
         """Logical position of the token that would be appended next."""
         last = self.runs[-1]
         return last.position + self.token_count - last.first_token
+
+    def position(self, index: int) -> int:
+        """Logical position of token ``index``."""
+        run = self.runs[bisect_right(self.runs, index, key=lambda each: each.first_token) - 1]
+        return run.position + index - run.first_token
+
+    def extends(self, other: Manifest) -> bool:
+        """Whether this context is ``other`` and then perhaps more tokens."""
+        return (
+            (self.namespace, self.lineage) == (other.namespace, other.lineage)
+            and self.token_bytes.startswith(other.token_bytes)
+            and self.keys[: len(other.keys)] == other.keys
+            and [self.position(run.first_token) for run in other.runs] == [run.position for run in other.runs]
+        )
 
     def append(self, tokens: Sequence[int], namespace: Namespace, *, position: int | None = None) -> Manifest:
         """This context and then ``tokens``; keys continue from the last full block.

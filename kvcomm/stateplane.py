@@ -123,7 +123,7 @@ class StatePlane:
             Corrupt: the record does not hold a manifest.
         """
         (state,) = yield from self.get([name])
-        heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: len(head.tokens))
+        heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: head.token_count)
         for shorter, longer in pairwise(heads):
             if not longer.extends(shorter):
                 raise Conflict(
