@@ -1,21 +1,23 @@
 """``Steps``: sans-I/O client code that both the blocking and the asyncio face run.
 
-A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds the decisions
-(which peers, what to retry, what to verify) and no socket:
+A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds
+the decisions (which peers, what to retry, what to verify) and no socket:
 
-* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer are pipelined
-  in order.
+* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer
+  are pipelined in order.
 * ``Wait(call)`` is resumed with an :class:`Answer` when that call is done, failed or out of time.
-* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they arrive).
+* ``Park(waiter)`` is resumed with True when the waiter is done, False when the time is up first.
+* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they
+  arrive).
 
 The drivers are ``kvcomm.rpc``'s; ``kvcomm.client`` and the tiers write generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvcomm.block import Buffer
 from kvcomm.wire.frames import Sink
@@ -49,8 +51,8 @@ class Call:
 class Answer:
     """A finished request.
 
-    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and idempotent),
-    or ``outcome_unknown`` (sent, not idempotent, and no reply).
+    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and
+    idempotent), or ``outcome_unknown`` (sent, not idempotent, and no reply).
     """
 
     message: Message
@@ -74,7 +76,22 @@ class Emit:
     item: Any
 
 
-Step = Submit | Wait | Emit
+class Waiter(Protocol):
+    """Something that another thread or task will finish."""
+
+    def add_callback(self, call: Callable[[], None]) -> None:
+        """``call`` once when done, at once if it is done already; thread-safe."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    waiter: Waiter
+    timeout_s: float | None = None
+    """Give up after so long, even if the operation's deadline is later."""
+
+
+Step = Submit | Wait | Park | Emit
 Steps = Generator[Step, Any, T]
 """An operation that returns ``T``.  Deadlines belong to the driver: every operation runs under one."""
 
