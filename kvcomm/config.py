@@ -484,9 +484,9 @@ _PREAMBLE = (
     "else `$KVCOMM_CONFIG`, else `./kvcomm.yaml`, else every default applies. `kvcomm.example.yaml` shows",
     "all keys.",
     "",
-    'Sizes are whole bytes, `"1GB"` (10^9) or `"1GiB"` (2^30). The sizes of `cache` may also be a share such',
-    'such as `"15%"` of the memory that this process may use (the container\'s limit where there is one). Durations',
-    'name their unit: `"50ms"`, `"5s"`, `"2m"`. An unknown key is an error that names the nearest known one.',
+    'Sizes are whole bytes, `"1GB"` (10^9) or `"1GiB"` (2^30). The sizes of `cache` may also be a share of',
+    'the memory that this process may use, such as `"15%"` (a container counts by its limit). Durations name',
+    'their unit: `"50ms"`, `"5s"`, `"2m"`. An unknown key is an error that names the nearest known one.',
 )
 
 

@@ -29,6 +29,7 @@ MAGIC = b"KV"
 MESSAGE_BYTES_MAX = 16 << 20
 PAYLOAD_BYTES_MAX = 4 << 30
 STAGING_BYTES = 64 << 10
+_SCRAP = memoryview(bytearray(256 << 10))
 
 _PREFIX = struct.Struct("<2sBBIQQQ")
 _SUMMED_BYTES = 24
@@ -71,6 +72,12 @@ def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ())
     return [head + _checksum(head, body) + body, *pieces]
 
 
+def discard(payload_bytes: int) -> list[memoryview]:
+    """A destination for a payload that nobody wants: one small buffer, written over and over, by anybody."""
+    whole, rest = divmod(payload_bytes, len(_SCRAP))
+    return [_SCRAP] * whole + ([_SCRAP[:rest]] if rest else [])
+
+
 def _checksum(head: Buffer, body: Buffer) -> bytes:
     digest = xxh3_64(head)
     digest.update(body)
@@ -86,9 +93,16 @@ class FrameReader:
     it and nothing is copied (except the first piece that came into staging together with the message).
     """
 
-    def __init__(self, sink: Sink | None = None, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        sink: Sink | None = None,
+        *,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        payload_bytes_max: int = PAYLOAD_BYTES_MAX,
+    ) -> None:
         self._sink = sink
-        self._payload_bytes_max = payload_bytes_max
+        self.message_bytes_max = message_bytes_max
+        self.payload_bytes_max = payload_bytes_max
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._begin = 0  # [begin, end) of the staging area holds bytes not yet parsed
         self._end = 0
@@ -120,6 +134,19 @@ class FrameReader:
         return frames
 
     @property
+    def receiving(self) -> Frame | None:
+        """The frame whose payload is being received; while there is one, :meth:`buffer` may be filled in one blocking read."""
+        return self._waiting
+
+    def discard(self, request: int) -> None:
+        """Stop writing to the destination of ``request``'s payload, which may be half received; the rest is thrown away.
+
+        The frame still comes out of :meth:`advance`, with a payload that means nothing.
+        """
+        if self._waiting is not None and self._waiting.request == request:
+            self._due = discard(sum(len(piece) for piece in self._due))
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is half received."""
         return not self._due and self._begin == self._end
@@ -135,7 +162,7 @@ class FrameReader:
         )
         if magic != MAGIC or version != PROTOCOL_VERSION:
             raise Corrupt(f"not a version {PROTOCOL_VERSION} frame (magic {magic!r}, version {version})")
-        if body_bytes > MESSAGE_BYTES_MAX or payload_bytes > self._payload_bytes_max:
+        if body_bytes > self.message_bytes_max or payload_bytes > self.payload_bytes_max:
             raise TooLarge(f"frame announces {body_bytes} + {payload_bytes} bytes, over the wire's bound")
         if have < PREFIX_BYTES + body_bytes:
             return False
