@@ -2,11 +2,12 @@
 
 A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
 
-    0   magic 2s = "KV"      8   request u64       24  checksum u64  xxh3-64 of bytes [0, 24) and the message
-    2   version u8           16  payload_bytes u64
-    3   flags u8 (0)         The payload is not covered: blocks carry their own checksum, verified after arrival.
+    0   magic 2s = "KV"      8   request u64          24  checksum u64   xxh3-64 of bytes [0, 24)
+    2   version u8           16  payload_bytes u64                       and the message
+    3   flags u8 (0)
     4   message_bytes u32
 
+The payload is not covered: blocks carry their own checksum, which the reader verifies after arrival.
 Requests are pipelined: a reply carries its request's number, and replies may come in any order.
 """
 
@@ -35,10 +36,13 @@ _SUMMED_BYTES = 24
 PREFIX_BYTES = _PREFIX.size
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(type=cast("type[Message]", Union[MESSAGES]))
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    type=cast("type[Message]", Union[MESSAGES])  # noqa: UP007 - a tuple of classes cannot be written with |
+)
 
 Sink = Callable[[int, Message, int], list[memoryview] | None]
-"""``sink(request, message, payload_bytes)``: where the payload goes, as writable pieces whose lengths add up to
+"""``sink(request, message, payload_bytes)``: where the payload goes, as writable pieces whose lengths add up
+to
 ``payload_bytes``; ``None`` = a fresh buffer."""
 
 
@@ -61,7 +65,9 @@ def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ())
     payload_bytes = sum(memoryview(piece).nbytes for piece in pieces)
     body = _encoder.encode(message)
     if len(body) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
-        raise TooLarge(f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch")
+        raise TooLarge(
+            f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch"
+        )
     head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, payload_bytes, 0)[:_SUMMED_BYTES]
     return [head + _checksum(head, body) + body, *pieces]
 
@@ -82,9 +88,9 @@ class FrameReader:
     """Turns arriving bytes into frames, reading payloads straight into their destination.
 
     Theory of operation: the owner asks for :meth:`buffer`, receives into it, and says how much arrived with
-    :meth:`advance`.  While no payload is due the buffer is a staging area that may take several small frames at once; while
-    a payload is due it is exactly the rest of the destination, so that nothing is read past it and nothing is copied
-    (except the first piece that came into staging together with the message).
+    :meth:`advance`.  While no payload is due the buffer is a staging area that may take several small frames
+    at once; while a payload is due it is exactly the rest of the destination, so that nothing is read past
+    it and nothing is copied (except the first piece that came into staging together with the message).
     """
 
     def __init__(
