@@ -72,7 +72,9 @@ class BlockService:
         self._clock = clock
         self._region = region
         self._epoch = epoch
-        self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}  # puts whose payload is being received
+        self._arriving: dict[
+            tuple[ConnectionId, int], list[Grant]
+        ] = {}  # puts whose payload is being received
         self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
             BlockReserve: self._reserve,
             BlockPublish: self._publish,
@@ -107,7 +109,9 @@ class BlockService:
                 pieces += discard(want.copy_bytes)
         return pieces
 
-    def handle(self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction) -> None:
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
         if isinstance(message, BlockGet):
             self._get(origin, message, reply)
             return
@@ -147,7 +151,9 @@ class BlockService:
 
     def _publish(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockPublish)
-        return BlockPublished(self._store.publish(message.tokens, origin.connection, self._clock(), verify=False))
+        return BlockPublished(
+            self._store.publish(message.tokens, origin.connection, self._clock(), verify=False)
+        )
 
     def _abort(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockAbort)

@@ -24,8 +24,8 @@ from kvcomm.machine import (
     Received,
     Reply,
     Stop,
-    Ticket,
     Tick,
+    Ticket,
 )
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.serve import ReplyFunction
@@ -124,10 +124,14 @@ class Runtime:
         try:
             address = self._resolve(effect.node)
         except (KVCommError, KeyError) as error:
-            self.deliver(Answered(effect.ticket, Failure("unavailable", f"no address of {effect.node}: {error}")))
+            self.deliver(
+                Answered(effect.ticket, Failure("unavailable", f"no address of {effect.node}: {error}"))
+            )
             return
         ticket = effect.ticket
-        self._peers.start([Ask(address, effect.message)], effect.deadline, lambda answer: self._answered(ticket, answer))
+        self._peers.start(
+            [Ask(address, effect.message)], effect.deadline, lambda answer: self._answered(ticket, answer)
+        )
 
     def _answered(self, ticket: Ticket, answer: Answer) -> None:
         self.deliver(Answered(ticket, answer.message))
