@@ -98,7 +98,7 @@ class Claim(Waiter, Protocol):
 
     @property
     def follows(self) -> Sequence[BlockKey]:
-        """Keys that others load and of which nothing is known yet."""
+        """Keys that others load, until :meth:`take` has told what became of them."""
         ...
 
     def landed(self, block: Block, now: float) -> None:
@@ -129,6 +129,10 @@ class Near(Protocol[M]):
     def get(self, keys: Sequence[BlockKey]) -> list[Block | None]: ...
 
     def put(self, block: Block) -> PutStatus: ...
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make a run that was put block by block outlive older ones, its head longest."""
+        ...
 
     def claim(self, keys: Sequence[BlockKey], now: float, deadline: float) -> Claim: ...
 
