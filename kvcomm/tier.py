@@ -5,12 +5,13 @@ The tiers never see each other; ``kvcomm.client`` asks them in order and moves b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvcomm.block import HEADER_BYTES, BlockHeader, BlockKey
-from kvcomm.steps import Steps
+from kvcomm.steps import Steps, Waiter
+from kvcomm.wire.messages import Dots, RecordVersion, RecordWrite
 
 TierName = Literal["l1", "l2", "l3"]
 
@@ -19,8 +20,8 @@ TierName = Literal["l1", "l2", "l3"]
 class Block:
     """A verified block as the reader gets it.
 
-    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long as any
-    memoryview, tensor or array made from it lives; treat it as read-only.
+    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long
+    as any memoryview, tensor or array made from it lives; treat it as read-only.
     """
 
     header: BlockHeader
@@ -36,7 +37,8 @@ class Block:
 
     @property
     def payload(self) -> memoryview:
-        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor without a copy."""
+        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor
+        without a copy."""
         return self.copy[HEADER_BYTES : HEADER_BYTES + self.header.payload_bytes]
 
 
@@ -56,21 +58,75 @@ class BlockCopy:
         return HEADER_BYTES + self.header.payload_bytes
 
 
-PutStatus = Literal["stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"]
-"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not stored, and why."""
+Presence = bool | None
+"""``None``: nobody who could know answered.  Treated as a miss, never remembered as an absence."""
+
+PutStatus = Literal[
+    "stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"
+]
+"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not
+stored, and why."""
+
+
+class Flight(Waiter, Protocol):
+    """A load that another reader of this process has started."""
+
+    @property
+    def block(self) -> Block | None:
+        """What it brought; ``None`` while it is not done, and when it failed."""
+        ...
+
+
+class Claim(Protocol):
+    """Who loads which of the claimed keys (single-flight)."""
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """Positions that the claimer loads; putting the block into L1 lands the flight."""
+        ...
+
+    @property
+    def theirs(self) -> Mapping[int, Flight]:
+        """Positions that another reader is loading already."""
+        ...
+
+    def release(self) -> None:
+        """End the claimer's flights; those without a block have failed.  Idempotent."""
+        ...
+
+
+class Near(Protocol):
+    """L1: in the agent's process, plain calls, thread-safe."""
+
+    def get(self, keys: Sequence[BlockKey]) -> list[Block | None]: ...
+
+    def put(self, block: Block) -> None: ...
+
+    def claim(self, keys: Sequence[BlockKey]) -> Claim: ...
+
+    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
+        """Which keys L3 was without a short while ago."""
+        ...
+
+    def mark_absent(self, keys: Sequence[BlockKey], now: float) -> None: ...
+
+    def forget_absent(self, keys: Sequence[BlockKey]) -> None: ...
 
 
 class Tier(Protocol):
-    """One level of the cache, as seen from an agent's process.  Every method is an operation of ``kvcomm.steps``."""
+    """One level of the cache, as seen from an agent's process.  Every method is an operation of
+    ``kvcomm.steps``."""
 
     name: TierName
 
-    def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
-        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out of date."""
+    def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
+        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out
+        of date."""
         ...
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
-        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives, skips misses.
+        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives,
+        skips misses.
 
         After each call the generator yields ``Emit(index)`` so that a driver can hand the block on at once.
         """
@@ -79,3 +135,28 @@ class Tier(Protocol):
     def put(self, copies: Sequence[BlockCopy]) -> Steps[list[PutStatus]]:
         """Store; one status a copy.  Never raises for a full, dead or slow tier."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordAnswer:
+    """What the replicas said of one record; absent = no values and an empty context."""
+
+    values: tuple[bytes, ...]
+    """Siblings, in the order of their dots."""
+    context: Dots
+    degraded: bool
+
+
+class Records(Protocol):
+    """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give
+    batches."""
+
+    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+        """Raises ``Unavailable`` when no owner of some key answered."""
+        ...
+
+    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+        """Raises ``Unavailable``, ``OutcomeUnknown``, ``Conflict`` (sibling bound), ``TooLarge``."""
+        ...
+
+    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]: ...
