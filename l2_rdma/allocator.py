@@ -1,10 +1,12 @@
-"""``SlabAllocator``: memory for copies, in size classes whose slabs are given on demand and taken back when empty.
+"""``SlabAllocator``: memory for copies, in size classes whose slabs are given on demand and taken back when
+empty.
 
-Theory of operation.  The slot area is ``slab_count`` slabs of equal size.  A slab serves one size class at a time: it is
-cut into slots of that class.  Classes are eighths of a power of two (1, 1.125, 1.25, ... times 2**n), so a slot is at most
-12.5 % larger than what was asked for, and below 2 KiB they are multiples of 256 bytes; a class that nobody asks for costs
-nothing.  An empty slab goes back to the common stock at once and can serve any other class, so memory never stays tied to
-a size that went out of use ("calcification"); a slab that is not empty is emptied by the owner, who alone knows what may go.
+Theory of operation.  The slot area is ``slab_count`` slabs of equal size.  A slab serves one size class at a
+time: it is cut into slots of that class.  Classes are eighths of a power of two (1, 1.125, 1.25, ... times
+2**n), so a slot is at most 12.5 % larger than what was asked for, and below 2 KiB they are multiples of 256
+bytes; a class that nobody asks for costs nothing.  An empty slab goes back to the common stock at once and
+can serve any other class, so memory never stays tied to a size that went out of use ("calcification"); a slab
+that is not empty is emptied by the owner, who alone knows what may go.
 
 Of several slabs with free slots the one that was opened first serves, so that the later ones drain.
 """
@@ -51,7 +53,7 @@ class SlabAllocator:
         self._stock: list[int] = []
         self._slabs: dict[int, _Slab] = {}
         self._classes: dict[int, dict[int, None]] = {}  # slot_bytes -> its slabs, oldest first
-        self._open: dict[int, dict[int, None]] = {}  # slot_bytes -> its slabs with a free slot, opened first first
+        self._open: dict[int, dict[int, None]] = {}  # slot_bytes -> its slabs with a free slot
         self.used_bytes = 0
         self.grow(slab_count)
 
@@ -76,8 +78,8 @@ class SlabAllocator:
         return min(class_bytes(size_bytes), self.slab_bytes)
 
     def allocate(self, slot_bytes: int) -> Place | None:
-        """A slot of exactly this class (from :meth:`slot_bytes_for`), or ``None`` when its slabs are full and the stock is
-        empty."""
+        """A slot of exactly this class (from :meth:`slot_bytes_for`), or ``None`` when its slabs are full and
+        the stock is empty."""
         slabs = self._open.setdefault(slot_bytes, {})
         if not slabs and not self._assign(slot_bytes):
             return None
@@ -122,18 +124,23 @@ class SlabAllocator:
         return list(self._slabs[slab].live)
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Slots of this class that :meth:`allocate` can give without anything being freed, whole stock slabs included."""
+        """Slots of this class that :meth:`allocate` can give without anything being freed, whole stock slabs
+        included."""
         mine = sum(len(self._slabs[number].free) for number in self._open.get(slot_bytes, ()))
         return mine + len(self._stock) * (self.slab_bytes // slot_bytes)
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert sorted([*self._stock, *self._slabs]) == list(range(self._slab_count)), "a slab is lost or doubled"
+        assert sorted([*self._stock, *self._slabs]) == list(range(self._slab_count)), (
+            "a slab is lost or doubled"
+        )
         used = 0
         for number, slab in self._slabs.items():
             begin = self._first_offset + number * self.slab_bytes
             offsets = sorted([*slab.free, *slab.live])
-            expected = [begin + place * slab.slot_bytes for place in range(self.slab_bytes // slab.slot_bytes)]
+            expected = [
+                begin + place * slab.slot_bytes for place in range(self.slab_bytes // slab.slot_bytes)
+            ]
             assert offsets == expected, "a slot is lost or doubled"
             assert slab.live, "an empty slab stayed with its class"
             assert number in self._classes[slab.slot_bytes]

@@ -49,7 +49,8 @@ _release.restype = None
 
 
 def _address(view: memoryview, flags: int) -> int:
-    """Of the first byte, read-only memory included (``ctypes``' own ``from_buffer`` refuses that); valid while ``view`` lives."""
+    """Of the first byte, read-only memory included (``ctypes``' own ``from_buffer`` refuses that); valid
+    while ``view`` lives."""
     buffer = _PyBuffer()
     _get_buffer(view, ctypes.byref(buffer), flags)
     address = buffer.buf

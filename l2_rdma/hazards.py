@@ -1,8 +1,8 @@
 """``HazardTable``: the owner's side of the pins.
 
-Theory of operation (hazard pointers: Michael, "Hazard Pointers: Safe Memory Reclamation for Lock-Free Objects", IEEE TPDS
-2004).  A word of the table holds the offset of the slot that one view (or one write) is using, or 0.  Each word is written by
-one client process only.
+Theory of operation (hazard pointers: Michael, "Hazard Pointers: Safe Memory Reclamation for Lock-Free
+Objects", IEEE TPDS 2004).  A word of the table holds the offset of the slot that one view (or one write) is
+using, or 0.  Each word is written by one client process only.
 
 ======================================  ==========================================
 reader                                  owner
@@ -14,20 +14,22 @@ reader                                  owner
    yes: use the bytes                      no: the slot is free
 ======================================  ==========================================
 
-Both sides store, fence, load.  In every order of these, at least one of them sees the other's store: if the owner's scan (3)
-missed the hazard, the reader's store (1) came after it, so the reader's load (3) came after the owner's store (1), finds
-generation 0, and the reader does not touch the bytes.  A paused reader changes nothing: its hazard stays.  A writer
-uses the same protocol, with the reservation's word in place of the generation, so an expired reservation's slot is not
-handed on while its slow writer may still be writing.
+Both sides store, fence, load.  In every order of these, at least one of them sees the other's store: if the
+owner's scan (3) missed the hazard, the reader's store (1) came after it, so the reader's load (3) came after
+the owner's store (1), finds generation 0, and the reader does not touch the bytes.  A paused reader changes
+nothing: its hazard stays.  A writer uses the same protocol, with the reservation's word in place of the
+generation, so an expired reservation's slot is not handed on while its slow writer may still be writing.
 
-**A hazard belongs to a process, not to a connection.**  A client holds a lock of the kernel's (an OFD lock) on the bytes of
-its range; the kernel drops it when the last process that could still use the views is gone.  When a connection ends, its
-range is orphaned, and given out again only when the lock is free: views that outlive a broken connection stay valid.
-The scan covers every word ever given out, so even a hazard in an orphaned range counts.
+**A hazard belongs to a process, not to a connection.**  A client holds a lock of the kernel's (an OFD lock)
+on the bytes of its range; the kernel drops it when the last process that could still use the views is gone.
+When a connection ends, its range is orphaned, and given out again only when the lock is free: views that
+outlive a broken connection stay valid.  The scan covers every word ever given out, so even a hazard in an
+orphaned range counts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,8 +66,8 @@ class HazardTable:
         return len(self._orphans)
 
     def open(self, holder: int, wanted: int) -> HazardRange | None:
-        """A range for ``holder``, at most ``wanted`` long, shorter when little is left; ``None`` when nothing is, or when it has
-        one already."""
+        """A range for ``holder``, at most ``wanted`` long, shorter when little is left; ``None`` when nothing
+        is, or when it has one already."""
         if holder in self._ranges or wanted < 1 or len(self._ranges) >= HELD_RANGES_MAX:
             return None
         gap = max(self._gaps(), key=lambda each: min(each.count, wanted), default=None)
@@ -98,7 +100,7 @@ class HazardTable:
 
     def check(self) -> None:
         taken = sorted([*self._ranges.values(), *self._orphans], key=lambda each: each.first)
-        for left, right in zip(taken, taken[1:], strict=False):
+        for left, right in itertools.pairwise(taken):
             assert left.first + left.count <= right.first, "two clients share a hazard word"
         assert all(each.first + each.count <= self._high for each in taken)
 

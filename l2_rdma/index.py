@@ -7,12 +7,13 @@ An entry is 64 bytes::
     24  offset u64        of the slot, in the region 48  referenced u64  1 = read since the owner last looked
                                                      56  reserved
 
-Eight entries are a bucket, and a key has two candidate buckets, both taken from key bytes (SHA-256: already uniform) that
-the tag does not use.  A key whose 16 candidate entries are all taken displaces one of them: it is a cache.
+Eight entries are a bucket, and a key has two candidate buckets, both taken from key bytes (SHA-256: already
+uniform) that the tag does not use.  A key whose 16 candidate entries are all taken displaces one of them: it
+is a cache.
 
-Entries are **hints**.  The owner rewrites them in place while readers copy them out, so a copy may be torn between two
-writes; the checksum tells.  Even a whole entry may be old by the time it is used: the slot's own header (full key, and
-the generation word) decides, never the entry.
+Entries are **hints**.  The owner rewrites them in place while readers copy them out, so a copy may be torn
+between two writes; the checksum tells.  Even a whole entry may be old by the time it is used: the slot's own
+header (full key, and the generation word) decides, never the entry.
 """
 
 from __future__ import annotations
@@ -68,14 +69,16 @@ class IndexReader:
         return None
 
     def mark_referenced(self, entry: int) -> None:
-        """A hit was read: the owner keeps this block longer.  Reads first, so that hot entries' lines stay shared."""
+        """A hit was read: the owner keeps this block longer.  Reads first, so that hot entries' lines stay
+        shared."""
         word = self._offset // WORD_BYTES + entry * (ENTRY_BYTES // WORD_BYTES) + _REFERENCED_WORD
         if not self._words[word]:
             self._words[word] = 1
 
 
 class IndexWriter:
-    """The owner's side.  Which entries are taken is private knowledge, so a scribbled index cannot mislead it."""
+    """The owner's side.  Which entries are taken is private knowledge, so a scribbled index cannot mislead
+    it."""
 
     def __init__(self, memory: memoryview, layout: RegionLayout) -> None:
         self._memory = memory
@@ -87,8 +90,8 @@ class IndexWriter:
     def insert(self, key: BlockKey, generation: Generation, offset: int, copy_bytes: int) -> int | None:
         """Write an entry; its number, or ``None`` when both buckets are full (see :meth:`candidates`).
 
-        The emptier bucket is taken: two choices keep the fullest bucket within a few entries of the mean (Azar, Broder,
-        Karlin and Upfal, "Balanced allocations").
+        The emptier bucket is taken: two choices keep the fullest bucket within a few entries of the mean
+        (Azar, Broder, Karlin and Upfal, "Balanced allocations").
         """
         buckets = candidate_buckets(key, self._bucket_count)
         bucket = min(buckets, key=self._load)
@@ -99,7 +102,9 @@ class IndexWriter:
         self.rewrite(entry, key, generation, offset, copy_bytes)
         return entry
 
-    def rewrite(self, entry: int, key: BlockKey, generation: Generation, offset: int, copy_bytes: int) -> None:
+    def rewrite(
+        self, entry: int, key: BlockKey, generation: Generation, offset: int, copy_bytes: int
+    ) -> None:
         """Write a taken entry (again)."""
         begin = self._offset + entry * ENTRY_BYTES
         self._memory[begin : begin + ENTRY_BYTES] = _packed(key, generation, offset, copy_bytes)
@@ -132,7 +137,10 @@ class IndexWriter:
 
     def referenced(self, entry: int) -> bool:
         """The same, without clearing."""
-        return self._words[self._offset // WORD_BYTES + entry * (ENTRY_BYTES // WORD_BYTES) + _REFERENCED_WORD] != 0
+        return (
+            self._words[self._offset // WORD_BYTES + entry * (ENTRY_BYTES // WORD_BYTES) + _REFERENCED_WORD]
+            != 0
+        )
 
     def mark_referenced(self, entry: int) -> None:
         self._words[self._offset // WORD_BYTES + entry * (ENTRY_BYTES // WORD_BYTES) + _REFERENCED_WORD] = 1

@@ -7,7 +7,8 @@
     hazards      hazard (pin) table    hazard_count words of 8 bytes       see l2_rdma.hazards
     slots        slab_count slabs of slab_bytes, cut into slots of one size class each, see l2_rdma.allocator
 
-The header page holds what never changes (checksummed, below ``WORDS_OFFSET``) and a few *shared words* that do::
+The header page holds what never changes (checksummed, below ``WORDS_OFFSET``) and a few *shared words* that
+do::
 
     0     magic 8s              176  incarnation u64      232  hazard_count u64
     8     version u32           184  generation_base u64  240  slots_offset u64
@@ -19,10 +20,11 @@ The header page holds what never changes (checksummed, below ``WORDS_OFFSET``) a
 
     1024  state word            1032 backed_bytes word    1040 pin_share word    2048  64 suspect words
 
-**Shared words are single moves.**  A word that one process writes while another reads it must be loaded and stored whole.
-``memoryview.cast("Q")[i]`` does that: CPython packs a native format with one 8-byte ``memcpy``, which every compiler turns
-into one move, and the words are 8-byte aligned.  ``struct.pack_into("<Q")`` does *not*: a standard-size format is written
-byte by byte, and a reader can see half of it.  Hence "native" here, and hence big-endian hosts are refused (``byte_order``).
+**Shared words are single moves.**  A word that one process writes while another reads it must be loaded and
+stored whole. ``memoryview.cast("Q")[i]`` does that: CPython packs a native format with one 8-byte ``memcpy``,
+which every compiler turns into one move, and the words are 8-byte aligned.  ``struct.pack_into("<Q")`` does
+*not*: a standard-size format is written byte by byte, and a reader can see half of it.  Hence "native" here,
+and hence big-endian hosts are refused (``byte_order``).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ PIN_SHARE_WORD = STATE_WORD + 2
 """Bytes each client may keep pinned now: the pool's pin budget, shared evenly by the clients there are."""
 SUSPECT_FIRST_WORD = 2048 // WORD_BYTES
 SUSPECT_COUNT = 64
-"""Readers leave the offset of a slot that failed verification here; the owner looks at it in its next tick."""
+"""Readers leave the offset of a slot that failed verification here; the owner looks at it in its next
+tick."""
 
 STATE_OPEN = 1
 STATE_CLOSING = 2
@@ -64,7 +67,8 @@ GENERATION_WINDOW = 1 << 40
 """Generations of one region life are in ``[generation_base, generation_base + GENERATION_WINDOW)``."""
 GENERATION_BASE_MAX = 1 << 62
 RESERVED_FLAG = 1 << 63
-"""Set in a slot's generation word while it is reserved: equal to no reader's reference, known to its writer."""
+"""Set in a slot's generation word while it is reserved: equal to no reader's reference, known to its
+writer."""
 
 _FIELDS = struct.Struct("<8sIIQ16s64s64sQQQQQ8xQQQQQ")
 _CHECKSUM_OFFSET = 1016
@@ -94,14 +98,20 @@ class RegionLayout:
 
     def __post_init__(self) -> None:
         ordered = (
-            REGION_HEADER_BYTES <= self.index_offset
+            self.index_offset >= REGION_HEADER_BYTES
             and self.index_offset + self.bucket_count * BUCKET_BYTES <= self.hazard_offset
             and self.hazard_offset + self.hazard_count * WORD_BYTES <= self.slots_offset
             and self.slots_offset + self.slab_bytes * self.slab_count <= self.region_bytes
         )
         aligned = all(
             offset % PAGE_BYTES == 0
-            for offset in (self.region_bytes, self.index_offset, self.hazard_offset, self.slots_offset, self.slab_bytes)
+            for offset in (
+                self.region_bytes,
+                self.index_offset,
+                self.hazard_offset,
+                self.slots_offset,
+                self.slab_bytes,
+            )
         )
         counted = min(self.bucket_count, self.hazard_count, self.slab_count, self.slab_bytes) > 0
         if not (ordered and aligned and counted):
@@ -113,13 +123,17 @@ class RegionLayout:
 
 
 def plan_layout(
-    region_bytes: int, *, slab_bytes: int | None = None, index_entries: int | None = None, hazard_count: int = 16_384
+    region_bytes: int,
+    *,
+    slab_bytes: int | None = None,
+    index_entries: int | None = None,
+    hazard_count: int = 16_384,
 ) -> RegionLayout:
     """Divide ``region_bytes`` (rounded down to pages).
 
     Args:
-        slab_bytes: unit in which size classes get memory, also the largest copy; by default 1/64 of the region as a
-            power of two in [1 MiB, 64 MiB].
+        slab_bytes: unit in which size classes get memory, also the largest copy; by default 1/64 of the
+            region as a power of two in [1 MiB, 64 MiB].
         index_entries: by default one for each 32 KiB.
         hazard_count: pins there can be at once, of all clients.
 
@@ -137,10 +151,18 @@ def plan_layout(
     slab_count = (region_bytes - slots_offset) // slab_bytes
     if slab_count < 1:
         raise ConfigError(
-            f"a pool of {region_bytes} bytes has no room for one slab of {slab_bytes} bytes; raise cache.l2_size"
+            f"a pool of {region_bytes} bytes has no room for one slab of {slab_bytes} bytes; "
+            "raise cache.l2_size"
         )
     return RegionLayout(
-        region_bytes, REGION_HEADER_BYTES, buckets, hazard_offset, hazard_count, slots_offset, slab_bytes, slab_count
+        region_bytes,
+        REGION_HEADER_BYTES,
+        buckets,
+        hazard_offset,
+        hazard_count,
+        slots_offset,
+        slab_bytes,
+        slab_count,
     )
 
 
@@ -183,9 +205,9 @@ class RegionHeader:
         """The fixed part of the header page: ``WORDS_OFFSET`` bytes."""
         at = self.layout
         fields = _FIELDS.pack(
-            MAGIC, VERSION, REGION_HEADER_BYTES, _BYTE_ORDER, self.tenant, self.instance.encode(), self.node.encode(),
-            self.incarnation, self.generation_base, at.region_bytes, at.index_offset, at.bucket_count, at.hazard_offset,
-            at.hazard_count, at.slots_offset, at.slab_bytes, at.slab_count,
+            MAGIC, VERSION, REGION_HEADER_BYTES, _BYTE_ORDER, self.tenant, self.instance.encode(),
+            self.node.encode(), self.incarnation, self.generation_base, at.region_bytes, at.index_offset,
+            at.bucket_count, at.hazard_offset, at.hazard_count, at.slots_offset, at.slab_bytes, at.slab_count,
         )  # fmt: skip
         summed = fields.ljust(_CHECKSUM_OFFSET, b"\0")
         return summed + _CHECKSUM.pack(xxh3_64_intdigest(summed))
@@ -211,7 +233,14 @@ class RegionHeader:
             raise Corrupt("region header checksum does not match")
         try:
             layout = RegionLayout(
-                region_bytes, index_offset, bucket_count, hazard_offset, hazard_count, slots_offset, slab_bytes, slab_count
+                region_bytes,
+                index_offset,
+                bucket_count,
+                hazard_offset,
+                hazard_count,
+                slots_offset,
+                slab_bytes,
+                slab_count,
             )
             return RegionHeader(
                 _text(instance), _text(node), TenantDigest(tenant), Incarnation(incarnation),

@@ -1,20 +1,22 @@
-"""``Owner``: the single allocator, index writer and judge of evictions of one region; implements ``BlockStore``.
+"""``Owner``: the single allocator, index writer and judge of evictions of one region; implements
+``BlockStore``.
 
-Theory of operation.  A slot goes through these states; the word is its generation word, which readers and writers compare::
+Theory of operation.  A slot goes through these states; the word is its generation word, which readers and
+writers compare::
 
     free ──reserve──▶ reserved ──publish──▶ published ──evict / quarantine──▶ retired ──collect──▶ free
                       word = g|R             word = g                          word = 0
                           └────────── expire / abort / holder gone ──────────────▲
 
-* Generations count up from the region's random base, one a reservation, and are never used twice in a life of the region,
-  so a stale reference matches nothing.  The generation is also the reservation's token.
-* **Retired** slots rest until nobody can be looking at or writing to them: no hazard names them (scanned after the word was
-  cleared and fenced, see ``l2_rdma.hazards``), no lease is open, no socket receives into them, and ``grace_s`` has passed where
-  fences are weak.  Only then is the memory handed out again.
-* **Eviction** (``l2_rdma.sieve``) asks only slots that are not pinned or leased, leaves before parents.  :meth:`tick` keeps 1/64 of
-  each full class free, so that a put rarely evicts inline.
-* A size class that starves takes a slab from another class: at once when it has none, otherwise in :meth:`tick` from a class that
-  evicted nothing for a while.
+* Generations count up from the region's random base, one a reservation, and are never used twice in a life of
+  the region, so a stale reference matches nothing.  The generation is also the reservation's token.
+* **Retired** slots rest until nobody can be looking at or writing to them: no hazard names them (scanned
+  after the word was cleared and fenced, see ``l2_rdma.hazards``), no lease is open, no socket receives into
+  them, and ``grace_s`` has passed where fences are weak.  Only then is the memory handed out again.
+* **Eviction** (``l2_rdma.sieve``) asks only slots that are not pinned or leased, leaves before parents.
+  :meth:`tick` keeps 1/64 of each full class free, so that a put rarely evicts inline.
+* A size class that starves takes a slab from another class: at once when it has none, otherwise in
+  :meth:`tick` from a class that evicted nothing for a while.
 
 Time and randomness come from outside; nothing here waits, and no decision depends on the order of a set.
 """
@@ -29,7 +31,15 @@ from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, NO_PARENT, NO_TENANT, BlockHeader, BlockKey, Generation
+from kvcomm.block import (
+    GENERATION_OFFSET,
+    HEADER_BYTES,
+    NO_PARENT,
+    NO_TENANT,
+    BlockHeader,
+    BlockKey,
+    Generation,
+)
 from kvcomm.blockstore import StoreUsage
 from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import BlockItem, Grant, Want
@@ -56,7 +66,8 @@ EVICT_BATCH = 16
 RESERVE_SHARE = 64
 """One slot in so many is kept free."""
 ANY_TENANT = b""
-"""As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own nodes)."""
+"""As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own
+nodes)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +119,11 @@ class Owner:
 
     Args:
         memory: the whole region, writable, 8-byte aligned.
-        header: what was written at its start.  A region whose tenant is all zero takes blocks of every tenant and shows each
-            only its own.
+        header: what was written at its start.  A region whose tenant is all zero takes blocks of every tenant
+            and shows each only its own.
         locked: whether a process holds the lock on hazard words ``[first, first + count)``.
-        barrier: orders our stores before our loads against all readers (``l2_rdma.fence.barrier_everywhere``).
+        barrier: orders our stores before our loads against all readers
+            (``l2_rdma.fence.barrier_everywhere``).
         reservation_ttl_s: a writer that takes longer loses its reservation; the key is writable again.
         pin_budget_bytes: what clients may keep pinned, all together; by default half of the slots.
         grace_s: how long retired slots rest (``l2_rdma.fence.grace_s``).
@@ -164,7 +176,7 @@ class Owner:
             self._pin_budget_bytes = pin_budget_bytes
         self._share_pins()
 
-    # -- BlockStore ------------------------------------------------------------------------------------------------
+    # -- BlockStore ------------------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [self._visible(key, tenant) is not None for key in keys]
@@ -199,7 +211,8 @@ class Owner:
     def quarantine(self, key: BlockKey) -> None:
         """Look at a copy that a reader found damaged; hide it if it is.
 
-        A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot empty the pool.
+        A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot empty
+        the pool.
         """
         slot = self._published.get(key)
         if slot is None or self._intact(slot):
@@ -242,13 +255,17 @@ class Owner:
 
     def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
         keys = (
-            key for key, slot in self._published.items() if key > after and tenant in (ANY_TENANT, slot.tenant)
+            key
+            for key, slot in self._published.items()
+            if key > after and tenant in (ANY_TENANT, slot.tenant)
         )
         return [BlockItem(key, self._published[key].copy_bytes) for key in heapq.nsmallest(limit, keys)]
 
     def usage(self) -> StoreUsage:
         pinned = self._hazards.pinned()
-        held = (slot.place.slot_bytes for slot in self._slots.values() if slot.leases or slot.offset in pinned)
+        held = (
+            slot.place.slot_bytes for slot in self._slots.values() if slot.leases or slot.offset in pinned
+        )
         return StoreUsage(
             self._allocator.capacity_bytes,
             self._allocator.used_bytes,
@@ -276,7 +293,9 @@ class Owner:
             word = self._words[_generation_word(slot)]
             leaf = slot.state == "published" and not self._children.get(slot.key)
             queue = self._queues.get(slot.place.slot_bytes)
-            assert leaf == (queue is not None and slot in queue), "the eviction queue does not hold exactly the leaves"
+            assert leaf == (queue is not None and slot in queue), (
+                "the eviction queue does not hold exactly the leaves"
+            )
             match slot.state:
                 case "published":
                     assert word == slot.generation and self._published[slot.key] is slot
@@ -288,7 +307,7 @@ class Owner:
                     assert word == 0 or slot.exposed
         assert len(self._by_entry) <= len(self._published)
 
-    # -- beyond the port -------------------------------------------------------------------------------------------
+    # -- beyond the port -------------------------------------------------------------------------------------
 
     def grow(self, backed_bytes: int) -> None:
         """The first ``backed_bytes`` of the region have memory behind them now: their slabs may be used."""
@@ -297,7 +316,7 @@ class Owner:
         self._allocator.grow(slabs)
         self._words[BACKED_WORD] = backed_bytes
 
-    # -- reserve, publish ------------------------------------------------------------------------------------------
+    # -- reserve, publish ------------------------------------------------------------------------------------
 
     def _reserve(self, want: Want, holder: int, tenant: bytes, now: float) -> Grant:
         key = BlockKey(want.key)
@@ -368,7 +387,7 @@ class Owner:
                 return
             self._retire_reserved(slot)
 
-    # -- visibility ------------------------------------------------------------------------------------------------
+    # -- visibility ------------------------------------------------------------------------------------------
 
     def _admits(self, tenant: bytes) -> bool:
         return tenant == ANY_TENANT or self._tenant in (NO_TENANT, tenant)
@@ -393,13 +412,16 @@ class Owner:
             self._by_entry[entry] = slot
 
     def _displace(self, key: BlockKey) -> bool:
-        """Evict a block whose entry stands where ``key``'s could; leaves before parents, unread before read."""
+        """Evict a block whose entry stands where ``key``'s could; leaves before parents, unread before
+        read."""
         pinned = self._hazards.pinned()
         there = [self._by_entry[entry] for entry in self._index.candidates(key) if entry in self._by_entry]
         free_to_go = [slot for slot in there if not slot.leases and slot.offset not in pinned]
         if not free_to_go:
             return False
-        self._retire_published(min(free_to_go, key=lambda slot: (slot.key in self._children, self._marked(slot))))
+        self._retire_published(
+            min(free_to_go, key=lambda slot: (slot.key in self._children, self._marked(slot)))
+        )
         self._evicted_count += 1
         return True
 
@@ -418,7 +440,7 @@ class Owner:
                 if slot is not None and slot.state == "published":
                     self.quarantine(slot.key)
 
-    # -- families and retirement -----------------------------------------------------------------------------------
+    # -- families and retirement -----------------------------------------------------------------------------
 
     def _link_family(self, slot: _Slot) -> None:
         if slot.parent == slot.key:
@@ -488,7 +510,7 @@ class Owner:
             self._allocator.free(slot.place)
         self._retired = kept
 
-    # -- room ------------------------------------------------------------------------------------------------------
+    # -- room ------------------------------------------------------------------------------------------------
 
     def _make_room(self, slot_bytes: int, now: float) -> Place | None:
         self._collect(now)
@@ -542,7 +564,9 @@ class Owner:
     def _marked(self, slot: _Slot) -> bool:
         return slot.marked or (slot.entry is not None and self._index.referenced(slot.entry))
 
-    def _take_slab(self, slot_bytes: int, donors: Sequence[int] | None = None, marks_max: float = 1.0) -> bool:
+    def _take_slab(
+        self, slot_bytes: int, donors: Sequence[int] | None = None, marks_max: float = 1.0
+    ) -> bool:
         """Empty the slab of another class that costs the least; False if each has something in use."""
         pinned = self._hazards.pinned()
         choices: list[tuple[int, int, int, list[_Slot]]] = []
@@ -572,18 +596,23 @@ class Owner:
                 self._evict(slot_bytes, min(missing, 4 * EVICT_BATCH))
 
     def _rebalance(self, now: float) -> None:
-        """Once in a while, one slab from a class that evicted nothing and is hardly read to the class that evicts most."""
+        """Once in a while, one slab from a class that evicted nothing and is hardly read to the class that
+        evicts most."""
         if self._rebalanced_at is not None and now < self._rebalanced_at + REBALANCE_INTERVAL_S:
             return
         self._rebalanced_at = now
         evictions, self._class_evictions = self._class_evictions, {}
         hungry = max(sorted(evictions), key=lambda size: evictions[size] * size, default=None)
-        if hungry is None or evictions[hungry] * hungry < self._allocator.slab_bytes or self._allocator.stock_count:
+        if (
+            hungry is None
+            or evictions[hungry] * hungry < self._allocator.slab_bytes
+            or self._allocator.stock_count
+        ):
             return
         idle = [size for size in self._allocator.classes() if not evictions.get(size)]
         self._take_slab(hungry, idle, marks_max=0.5)
 
-    # -- pins ------------------------------------------------------------------------------------------------------
+    # -- pins ------------------------------------------------------------------------------------------------
 
     @property
     def _pin_share(self) -> int:

@@ -2,10 +2,10 @@
 
 The owner's side and the proof are in ``l2_rdma.hazards``.
 
-A view is a ``ctypes`` array over the mapping.  Everything made from it (memoryviews and their slices, numpy arrays, torch
-tensors) keeps the array alive, and its destructor clears the hazard: the pin lasts exactly as long as anybody can
-read through it.  The array refers to this table, and the table to the region, so the mapping and the lock on the hazard
-words outlive the connection and the tier that made them.
+A view is a ``ctypes`` array over the mapping.  Everything made from it (memoryviews and their slices, numpy
+arrays, torch tensors) keeps the array alive, and its destructor clears the hazard: the pin lasts exactly as
+long as anybody can read through it.  The array refers to this table, and the table to the region, so the
+mapping and the lock on the hazard words outlive the connection and the tier that made them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PinTable:
     """Hazard words ``[first, first + count)`` of ``region``; thread-safe.
 
     Args:
-        first, count: as granted by the owner.  If another process holds their lock, or ``count`` is 0, nothing can be
-            pinned and every :meth:`pin` answers ``None``.
+        first, count: as granted by the owner.  If another process holds their lock, or ``count`` is 0,
+            nothing can be pinned and every :meth:`pin` answers ``None``.
         budget_bytes: never pin more than this, whatever the owner's share says.
     """
 
@@ -67,7 +67,8 @@ class PinTable:
             return self._count - len(self._free)
 
     def pin(self, offset: int, size_bytes: int) -> int | None:
-        """Store a hazard for the slot at ``offset`` and fence; its number, or ``None``: no word or no budget left.
+        """Store a hazard for the slot at ``offset`` and fence; its number, or ``None``: no word or no budget
+        left.
 
         Only after this may the slot's generation be looked at.
         """
@@ -85,7 +86,8 @@ class PinTable:
         return number
 
     def unpin(self, number: int) -> None:
-        """Clear a hazard.  Runs in destructors, so anywhere, even inside :meth:`pin`: two atomic steps and no lock."""
+        """Clear a hazard.  Runs in destructors, so anywhere, even inside :meth:`pin`: two atomic steps and no
+        lock."""
         if self._mine:
             self._words[self._first + number] = 0
             self._returned.append(number)
@@ -93,8 +95,8 @@ class PinTable:
     def view(self, number: int, offset: int, size_bytes: int) -> memoryview:
         """The pinned bytes, read-only; the pin is the view's from now on.
 
-        ``view(...).obj`` is the array itself, writable: ``torch.frombuffer(view.obj, ...)`` makes a tensor without the warning
-        that torch gives for read-only memory.
+        ``view(...).obj`` is the array itself, writable: ``torch.frombuffer(view.obj, ...)`` makes a tensor
+        without the warning that torch gives for read-only memory.
         """
         array = _extent_type(size_bytes).from_buffer(self.region.mapping, offset)
         array.pins, array.number = self, number
@@ -107,7 +109,8 @@ class PinTable:
             self._free.append(number)
 
     def _forked(self) -> None:
-        """In a forked child: these words are the parent's.  Nothing is pinned or cleared from here any more."""
+        """In a forked child: these words are the parent's.  Nothing is pinned or cleared from here any
+        more."""
         self._mine = False
         self._lock = threading.Lock()
 
@@ -116,7 +119,8 @@ _extent_types: dict[int, Any] = {}
 
 
 def _extent_type(size_bytes: int) -> Any:
-    """``ctypes`` array of ``size_bytes`` that unpins itself; blocks come in few sizes, so the types are kept."""
+    """``ctypes`` array of ``size_bytes`` that unpins itself; blocks come in few sizes, so the types are
+    kept."""
     found = _extent_types.get(size_bytes)
     if found is None:
         if len(_extent_types) >= _TYPES_MAX:

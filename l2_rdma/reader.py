@@ -1,17 +1,19 @@
 """``Reader``: one-sided reads of a region, in the client's process.  Nobody is asked and nobody is told.
 
-A read: probe the key's buckets, pin the slot the entry names (``l2_rdma.pins``), then look at the slot itself.
+A read: probe the key's buckets, pin the slot the entry names (``l2_rdma.pins``), then look at the slot
+itself.
 
 * generation word other than the entry's → the slot moved on while we looked: probe once more, then a miss;
 * header not intact or of another key → the same;
-* payload checksum: once per process and (offset, generation), remembered with the verified header bytes, which every later
-  read compares in full.  A published slot never changes before its generation does, so what was verified stays so.
+* payload checksum: once per process and (offset, generation), remembered with the verified header bytes,
+  which every later read compares in full.  A published slot never changes before its generation does, so what
+  was verified stays so.
 
-A *stable* slot (same entry twice, pinned) that fails is damaged: a miss, counted, and its offset is left in the region's
-suspect words for the owner to inspect.
+A *stable* slot (same entry twice, pinned) that fails is damaged: a miss, counted, and its offset is left in
+the region's suspect words for the owner to inspect.
 
-Without a free hazard word or within no budget the bytes are copied out between two looks at the generation word, and the
-copy is verified each time: slower, never weaker.
+Without a free hazard word or within no budget the bytes are copied out between two looks at the generation
+word, and the copy is verified each time: slower, never weaker.
 """
 
 from __future__ import annotations
@@ -86,13 +88,17 @@ class Reader:
 
     Args:
         pins: this process's hazard words; a table without words makes every read a verified copy.
+        view_bytes_min: smaller copies are copied out instead of pinned.
         verify: leave it alone outside tests.
     """
 
-    def __init__(self, region: Region, pins: PinTable, *, verify: Verification | None = None) -> None:
+    def __init__(
+        self, region: Region, pins: PinTable, *, view_bytes_min: int = 0, verify: Verification | None = None
+    ) -> None:
         self.region = region
         self.pins = pins
         self.counters = ReaderCounters()
+        self._view_bytes_min = view_bytes_min
         self._verify = verify or Verification()
         self._index = IndexReader(region.memory, region.header.layout)
         self._memory = region.memory
@@ -107,8 +113,8 @@ class Reader:
         return [self._index.probe(key) is not None for key in keys]
 
     def view(self, key: BlockKey) -> Block | None:
-        """The block, as a read-only view of the pool's memory, pinned for as long as anything made from it lives
-        (``pinned=False``: a verified copy of its own, because nothing more could be pinned).
+        """The block, as a read-only view of the pool's memory, pinned for as long as anything made from it
+        lives (``pinned=False``: a verified copy of its own, because nothing more could be pinned).
 
         A view does not survive ``fork``: the child must read again.
         """
@@ -123,7 +129,8 @@ class Reader:
         return None
 
     def copy_into(self, key: BlockKey, destination: memoryview) -> BlockHeader | None:
-        """Copy a block's payload into ``destination``; its header, or ``None`` for a miss (``destination`` is untouched then).
+        """Copy a block's payload into ``destination``; its header, or ``None`` for a miss (``destination`` is
+        untouched then).
 
         The source is pinned and verified while it is copied, so the copy needs no second look.
 
@@ -133,17 +140,20 @@ class Reader:
         block = self.view(key)
         if block is None:
             return None
-        if destination.nbytes != block.header.payload_bytes or not destination.contiguous or destination.readonly:
+        usable = destination.c_contiguous and not destination.readonly
+        if destination.nbytes != block.header.payload_bytes or not usable:
             raise PayloadError(
-                f"the payload is {block.header.payload_bytes} bytes; got a destination of {destination.nbytes} bytes "
-                f"({'read-only' if destination.readonly else 'writable'}, contiguous: {destination.contiguous})"
+                f"the destination must be {block.header.payload_bytes} contiguous writable bytes; got "
+                f"{destination.nbytes} (contiguous: {destination.c_contiguous}, writable: "
+                f"{not destination.readonly})"
             )
         copy_bytes(destination, block.payload)
         return block.header
 
     def begin_write(self, offset: int, generation: int, size_bytes: int) -> int | None:
-        """Pin a reserved extent for writing (``generation`` from the grant); the pin's number, or ``None``: the reservation is gone,
-        is not of this region's owner, or nothing can be pinned: send the bytes over the wire instead.
+        """Pin a reserved extent for writing (``generation`` from the grant); the pin's number, or ``None``:
+        the reservation is gone, is not of this region's owner, or nothing can be pinned: send the bytes over
+        the wire instead.
 
         While the pin lasts the owner does not hand the slot on, even if the reservation expires; end it with
         :meth:`end_write`.
@@ -151,13 +161,17 @@ class Reader:
         if not self.region.header.owns_generation(generation) or not self._inside(offset, size_bytes):
             return None
         number = self.pins.pin(offset, size_bytes)
-        if number is not None and self._words[offset // WORD_BYTES + _GENERATION_WORD] != generation | RESERVED_FLAG:
+        if (
+            number is not None
+            and self._words[offset // WORD_BYTES + _GENERATION_WORD] != generation | RESERVED_FLAG
+        ):
             self.pins.unpin(number)
             return None
         return number
 
     def write(self, offset: int, header: bytes, payload: memoryview) -> None:
-        """Fill an extent pinned by :meth:`begin_write`; ``header`` is ``BlockHeader.pack()``.  The generation word is the owner's."""
+        """Fill an extent pinned by :meth:`begin_write`; ``header`` is ``BlockHeader.pack()``.  The generation
+        word is the owner's."""
         self._memory[offset : offset + GENERATION_OFFSET] = header[:GENERATION_OFFSET]
         begin = offset + HEADER_BYTES
         copy_bytes(self._memory[begin : begin + payload.nbytes], payload)
@@ -166,7 +180,8 @@ class Reader:
         self.pins.unpin(number)
 
     def _settle(self, hint: Hint, key: BlockKey, outcome: _Outcome) -> _Outcome:
-        """After a first try that failed: once more if the slot had moved on; report a slot that is damaged."""
+        """After a first try that failed: once more if the slot had moved on; report a slot that is
+        damaged."""
         if outcome == "moved":
             self.counters.retries += 1
             again = self._index.probe(key)
@@ -184,8 +199,11 @@ class Reader:
         generation, offset, size, entry = hint
         if not self._inside(offset, size):
             return "moved"
+        if size < self._view_bytes_min:
+            return self._copied(hint, key)
         number = self.pins.pin(offset, size)
         if number is None:
+            self.counters.unpinned_copies += 1
             return self._copied(hint, key)
         if not self._verify.current(self._words[offset // WORD_BYTES + _GENERATION_WORD], generation):
             self.pins.unpin(number)
@@ -202,7 +220,12 @@ class Reader:
     ) -> BlockHeader | None:
         known = self._verified.get(offset)
         raw = bytes(copy[:GENERATION_OFFSET])
-        if known is not None and known.generation == generation and known.raw == raw and known.header.key == key:
+        if (
+            known is not None
+            and known.generation == generation
+            and known.raw == raw
+            and known.header.key == key
+        ):
             return known.header
         header = self._verify.header(copy, key)
         if header is None or not self._verify.payload(header, copy):
@@ -214,7 +237,8 @@ class Reader:
         return header
 
     def _copied(self, hint: Hint, key: BlockKey) -> _Outcome:
-        """Without a pin: copy between two looks at the generation word (a sequence lock), then verify the copy."""
+        """Without a pin: copy between two looks at the generation word (a sequence lock), then verify the
+        copy."""
         generation, offset, size, entry = hint
         word = offset // WORD_BYTES + _GENERATION_WORD
         if not self._verify.current(self._words[word], generation):
@@ -227,7 +251,6 @@ class Reader:
         header = self._verify.header(copy, key)
         if header is None or not self._verify.payload(header, copy):
             return "damaged"
-        self.counters.unpinned_copies += 1
         self.counters.payloads_verified += 1
         self._index.mark_referenced(entry)
         return Block(header, copy.toreadonly(), "l2", pinned=False)

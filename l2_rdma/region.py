@@ -1,12 +1,13 @@
 """``Region``: one file of shared memory, made by its owner and attached by clients.
 
-The file lives in ``/dev/shm`` as ``kvcomm-<instance>-<node>-<random>``, mode 0600.  Its owner holds a ``flock`` on it for life:
-the kernel drops the lock however the process ends, so a region whose lock is free is garbage, and :func:`reclaim_stale`
-removes it.  Unlinking never hurts a client: its mapping, and the views made from it, live on.
+The file lives in ``/dev/shm`` as ``kvcomm-<instance>-<node>-<random>``, mode 0600.  Its owner holds a
+``flock`` on it for life: the kernel drops the lock however the process ends, so a region whose lock is free
+is garbage, and :func:`reclaim_stale` removes it.  Unlinking never hurts a client: its mapping, and the views
+made from it, live on.
 
-Memory is given to the file in slices (:meth:`Region.back`) before the owner hands it out, for two reasons: a full
-``/dev/shm`` is an error at once and not a SIGBUS in the middle of a write, and first touch of a page costs more than copying
-it (a 2 MiB put into untouched memory takes about ten times as long).
+Memory is given to the file in slices (:meth:`Region.back`) before the owner hands it out, for two reasons: a
+full ``/dev/shm`` is an error at once and not a SIGBUS in the middle of a write, and first touch of a page
+costs more than copying it (a 2 MiB put into untouched memory takes about ten times as long).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock: l_type, l_whence, l_start, l_
 
 
 class Region:
-    """A mapped region.  ``memory`` is all of it, writable; ``words`` is the same as 64-bit words (see ``layout``)."""
+    """A mapped region.  ``memory`` is all of it, writable; ``words`` is the same as 64-bit words (see
+    ``layout``)."""
 
     def __init__(self, path: Path, descriptor: int, header: RegionHeader, mapping: mmap.mmap) -> None:
         self.path = path
@@ -128,7 +130,8 @@ class Region:
         return self.words[BACKED_WORD]
 
     def back(self, slice_bytes: int) -> int:
-        """Owner: put memory behind the next ``slice_bytes``; how far it reaches now.  Releases the GIL (about 0.25 s a GiB).
+        """Owner: put memory behind the next ``slice_bytes``; how far it reaches now.  Releases the GIL (about
+        0.25 s a GiB).
 
         The caller passes the result to ``Owner.grow``, which tells everybody.
 
@@ -143,7 +146,8 @@ class Region:
         return self._backed_bytes
 
     def populate(self, begin: int, end: int) -> bool:
-        """Client: enter ``[begin, end)`` into this process's page tables, so that first reads do not fault page by page.
+        """Client: enter ``[begin, end)`` into this process's page tables, so that first reads do not fault
+        page by page.
 
         Releases the GIL.  False where the kernel cannot (before Linux 5.14).
         """
@@ -152,7 +156,8 @@ class Region:
         return bool(_libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - begin), advice) == 0)
 
     def lock_hazards(self, first: int, count: int) -> bool:
-        """Client: hold these hazard words until no process has this file description any more; False if somebody else does."""
+        """Client: hold these hazard words until no process has this file description any more; False if
+        somebody else does."""
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, self._hazard_lock(first, count))
         except OSError as error:
@@ -167,7 +172,8 @@ class Region:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Owner: tell clients, remove the file, give up the lock.  Idempotent.  Views made from it stay valid."""
+        """Owner: tell clients, remove the file, give up the lock.  Idempotent.  Views made from it stay
+        valid."""
         if self._close_file.alive and self._unlink is not None:
             self.words[STATE_WORD] = STATE_CLOSING
             self._unlink()
@@ -179,11 +185,20 @@ class Region:
 
 
 def reclaim_stale(directory: Path = SHM_DIRECTORY) -> list[str]:
-    """Remove the regions whose owner is gone without having removed them (``kill -9``); their names, sorted.
+    """Remove the regions whose owner is gone without having removed them (``kill -9``); their paths, sorted.
 
     Files of other users, and files that are no regions, are left alone.
     """
-    removed = []
+    return _stale(directory, remove=True)
+
+
+def stale_regions(directory: Path = SHM_DIRECTORY) -> list[str]:
+    """What :func:`reclaim_stale` would remove."""
+    return _stale(directory, remove=False)
+
+
+def _stale(directory: Path, *, remove: bool) -> list[str]:
+    found = []
     for path in sorted(directory.glob(f"{NAME_PREFIX}*")):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -191,18 +206,19 @@ def reclaim_stale(directory: Path = SHM_DIRECTORY) -> list[str]:
             continue  # another user's, or gone meanwhile
         try:
             if _flock(descriptor) and _is_region_file(descriptor):
-                path.unlink(missing_ok=True)
-                removed.append(path.name)
+                found.append(str(path))
+                if remove:
+                    path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
-    return removed
+    return found
 
 
 def _create_locked(directory: Path, stem: str) -> tuple[Path, int]:
     """A new file that is ours before anybody can think it stale.
 
-    Between creating and locking it, a reclaimer may have locked and removed it: then a lock is refused, or is on a file
-    without a name; take another name.
+    Between creating and locking it, a reclaimer may have locked and removed it: then a lock is refused, or is
+    on a file without a name; take another name.
     """
     for _ in range(_CREATE_ATTEMPTS):
         path = directory / f"{stem}-{secrets.token_hex(4)}"
@@ -222,7 +238,9 @@ def _map_verified(path: Path, descriptor: int, tenant: TenantDigest) -> Region:
         raise Corrupt(f"region {path} is shorter than its header")
     header = RegionHeader.unpack(os.pread(descriptor, REGION_HEADER_BYTES, 0))
     if header.layout.region_bytes != status.st_size:
-        raise Corrupt(f"region {path} is {status.st_size} bytes, its header says {header.layout.region_bytes}")
+        raise Corrupt(
+            f"region {path} is {status.st_size} bytes, its header says {header.layout.region_bytes}"
+        )
     if header.tenant != tenant:
         raise Refused(f"region {path} belongs to another tenant")
     region = Region(path, descriptor, header, mmap.mmap(descriptor, status.st_size))

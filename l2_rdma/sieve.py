@@ -1,13 +1,14 @@
 """``Sieve``: the order in which blocks of one size class are evicted.
 
-SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): a queue in order of insertion and a *hand* that walks from the
-oldest item to the newest.  An item that was referenced since the hand last met it loses its mark and stays where it is;
-the first one without a mark goes.  A hit only sets a mark, which a one-sided reader can do with one store; LRU would need a
-message to the owner for every hit.
+SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): a queue in order of insertion and a *hand* that
+walks from the oldest item to the newest.  An item that was referenced since the hand last met it loses its
+mark and stays where it is; the first one without a mark goes.  A hit only sets a mark, which a one-sided
+reader can do with one store; LRU would need a message to the owner for every hit.
 
-Only **leaves** (blocks that have no child in the region) stand in the queue: a prefix without its head is worthless, so
-heads must outlive tails.  A block leaves the queue when its first child is published and comes back, just behind the hand,
-when its last child is gone: its children were found cold, so it is the next to be asked.
+Only **leaves** (blocks that have no child in the region) stand in the queue: a prefix without its head is
+worthless, so heads must outlive tails.  A block leaves the queue when its first child is published and comes
+back, just behind the hand, when its last child is gone: its children were found cold, so it is the next to be
+asked.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Sieve(Generic[T]):
 
         Args:
             take_mark: whether the item was referenced, clearing the mark.
-            evictable: whether it can go at all (not pinned, not leased); one that cannot is passed over, mark untouched.
+            evictable: whether it can go at all (not pinned, not leased); one that cannot is passed over, mark
+                untouched.
         """
         for _ in range(2 * len(self._nodes)):
             node = self._hand or self._oldest
