@@ -143,6 +143,8 @@ def checked(state: RecordState) -> RecordState:
         raise Corrupt(f"not a record state: {error}") from error
     if len(set(dots)) != len(dots) or not all(context.covers(dot) for dot in dots):
         raise Corrupt("not a record state: a sibling's dot repeats or is not in the context")
+    if not all(0 <= sibling.hlc < 2**64 for sibling in state.siblings):
+        raise Corrupt("not a record state: a stamp has more than 64 bits")
     return RecordState(context.to_wire(), _canonical(state.siblings))
 
 

@@ -18,7 +18,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import mmh3
+import msgspec
 
+from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import RingMap, RingNode
 
 POINTS_PER_WEIGHT = 512
@@ -29,6 +31,7 @@ WEIGHT_MAX = 64
 SHARDS_MAX = 1024
 
 _SEED = 0x4B56
+_map_decoder = msgspec.msgpack.Decoder(RingMap)
 
 
 class RingError(ValueError):
@@ -129,6 +132,23 @@ class Ring:
             if node not in seen:
                 seen.add(node)
                 yield node
+
+
+def encode_map(ring_map: RingMap) -> bytes:
+    """As it travels in the detail of a ``stale_epoch`` failure."""
+    return msgspec.msgpack.encode(ring_map)
+
+
+def decode_map(data: bytes) -> RingMap:
+    """The inverse of :func:`encode_map`.
+
+    Raises:
+        Corrupt: ``data`` is not an encoded map.
+    """
+    try:
+        return _map_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"not a ring map: {error}") from error
 
 
 def _points(shard: RingNode) -> Iterator[int]:

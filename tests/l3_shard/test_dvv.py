@@ -206,7 +206,8 @@ def test_the_context_of_a_write_never_covers_a_sibling_its_author_has_not_seen()
 
 def test_two_alternating_writers_stay_at_few_siblings_and_one_entry():
     """Server ids without dots grow to one sibling a write here."""
-    state, contexts = dvv.EMPTY, [{}, {}]
+    state = dvv.EMPTY
+    contexts: list[dict[str, int]] = [{}, {}]
     for turn in range(200):
         context = dict(state.context)
         written = write(state, b"%d" % turn, contexts[turn % 2])
@@ -314,6 +315,7 @@ def test_a_dot_that_names_two_values_is_noticed():
         RecordState({"A": 1}, [Sibling("A", 2, 0, b"v")]),
         RecordState({"A": 2}, [Sibling("A", 2, 0, b"v"), Sibling("A", 2, 0, b"w")]),
         RecordState({"A": 0}, []),
+        RecordState({"A": 1}, [Sibling("A", 1, 2**64, b"v")]),
         RecordState({"A": 1}, [Sibling("A", COUNTER_MAX + 1, 0, b"v")]),
         RecordState({f"r{index}": 1 for index in range(ENTRIES_MAX + 1)}, []),
     ],
