@@ -31,3 +31,8 @@ def successor(replica: str) -> str:
     """The id under which a replica goes on after it lost a part of its state."""
     drawn, _, count = replica.partition(".")
     return f"{drawn}.{int(count) + 1}"
+
+
+def later(one: str, two: str) -> str:
+    """Of an id and a successor of it, in whichever order, the successor."""
+    return max(one, two, key=lambda replica: int(replica.partition(".")[2]))
