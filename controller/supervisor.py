@@ -5,10 +5,11 @@ Theory of operation.  Each node of the plan is in one state::
     absent --StartNode--> starting --NodeUp--> up --NodeExited--> waiting --(back-off over)--> starting ...
                              '------NodeExited / start timeout-------^
 
-When every shard has been up once, epoch 1 (or the stored epoch + 1) is issued.  A node that comes back elsewhere makes a
-new epoch with the same placement: the ring is made of node *names*, so no key moves because of a restart.  A dead shard
-stays in the map; its keys are served by its replicas.  An epoch is written down (``IssueRing``) before any node hears of it,
-so a restarted supervisor never issues the same number twice.
+When every shard has been up once, epoch 1 (or the stored epoch + 1) is issued.  A node that comes back
+elsewhere makes a new epoch with the same placement: the ring is made of node *names*, so no key moves
+because of a restart.  A dead shard stays in the map; its keys are served by its replicas.  An epoch is
+written down (``IssueRing``) before any node hears of it, so a restarted supervisor never issues the same
+number twice.
 
 The data path does not come here: with the supervisor gone, reads and writes go on under the last map.
 """
@@ -168,7 +169,11 @@ class Supervisor:
 
     def story(self, key: bytes) -> str:
         node = self._nodes.get(key.decode(errors="replace"))
-        return "no such node" if node is None else f"{node.spec.node} is {node.state} since {node.since:.3f}: {node}"
+        return (
+            "no such node"
+            if node is None
+            else f"{node.spec.node} is {node.state} since {node.since:.3f}: {node}"
+        )
 
     def report(self) -> list[NodeReport]:
         return [
@@ -217,9 +222,14 @@ class Supervisor:
         return effects
 
     def _issue(self) -> list[Effect]:
-        """A new epoch when the map would differ from the last one; the first only when every shard has been up."""
-        shards = [self._ring_node(spec, self.ring.shards if self.ring else ()) for spec in self._of_role("shard")]
-        pools = [self._ring_node(spec, self.ring.pools if self.ring else ()) for spec in self._of_role("pool")]
+        """A new epoch when the map would differ from the last one; the first only when every shard has been
+        up."""
+        shards = [
+            self._ring_node(spec, self.ring.shards if self.ring else ()) for spec in self._of_role("shard")
+        ]
+        pools = [
+            self._ring_node(spec, self.ring.pools if self.ring else ()) for spec in self._of_role("pool")
+        ]
         known_shards = [shard for shard in shards if shard]
         known_pools = [pool for pool in pools if pool]
         if len(known_shards) < len(shards) or len(known_pools) < len(pools):

@@ -1,7 +1,7 @@
 """``BlockStore``: the port between a process that serves blocks over a wire and the region that holds them.
 
-``l2_rdma.owner`` implements it.  The pool process and the shard process both serve from one, put in by the composition
-root, so that the tiers do not import each other.
+``l2_rdma.owner`` implements it.  The pool process and the shard process both serve from one, put in by the
+composition root, so that the tiers do not import each other.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class BlockStore(Protocol):
     def extent(self, token: int) -> memoryview:
         """The reserved copy's bytes, writable, for a server that receives them from a socket.
 
+        Who takes it says later that it writes no more: by publish, abort or release_holder.  Until then the memory goes
+        to nobody else, even if the reservation expires (a socket may still be filling it).
+
         Raises ``KeyError`` for a token that is not reserved (any more).
         """
         ...
@@ -62,8 +65,8 @@ class BlockStore(Protocol):
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
         """Make the copies visible; ``published``, ``expired`` or ``corrupt`` each.
 
-        The header must be intact and name the reserved key, tenant and size; ``verify`` also checks the payload (bytes
-        that came over a network).
+        The header must be intact and name the reserved key, tenant and size; ``verify`` also checks the
+        payload (bytes that came over a network).
         """
         ...
 
@@ -74,7 +77,8 @@ class BlockStore(Protocol):
         ...
 
     def quarantine(self, key: BlockKey) -> None:
-        """A reader found this copy damaged: hide it and do not hand its slot out while anyone may look at it."""
+        """A reader found this copy damaged: hide it and do not hand its slot out while anyone may look at
+        it."""
         ...
 
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:

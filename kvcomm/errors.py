@@ -2,14 +2,14 @@
 
 Two families, never mixed:
 
-* **The caller's mistake** is a :class:`ValueError` (``NamespaceError``, ``PayloadError``, ``ConfigError``, ...):
-  retrying the same call cannot help.
+* **The caller's mistake** is a :class:`ValueError` (``NamespaceError``, ``PayloadError``, ``ConfigError``,
+  ...): retrying the same call cannot help.
 * **An operating failure** is a :class:`KVCommError`; its class is the advice.
 
 A miss is neither: it is a value.  A broken invariant of ours is an ``assert``.
 
-Operating failures cross the wire as data (``kvcomm.wire.messages.Failure``) and become exceptions again in exactly one
-place, :func:`failure_to_error`.
+Operating failures cross the wire as data (``kvcomm.wire.messages.Failure``) and become exceptions again in
+exactly one place, :func:`failure_to_error`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Unavailable(KVCommError):
 
 
 class StaleEpoch(KVCommError):
-    """The request carried an old ring epoch.  ``detail`` holds the encoded new map: adopt it and retry once."""
+    """The request carried an old ring epoch.  ``detail`` holds the new map, encoded: adopt it, retry once."""
 
     code = "stale_epoch"
 
@@ -65,7 +65,7 @@ class Refused(KVCommError):
 
 
 class PoolFull(Refused):
-    """No room could be freed: everything that could go is pinned or reserved.  Drop views or enlarge the pool."""
+    """No room could be freed: all that could go is pinned or reserved.  Drop views or enlarge the pool."""
 
     code = "pool_full"
 
@@ -94,6 +94,10 @@ class PayloadError(ValueError):
     """A block's bytes do not fit the namespace (size, dtype, shape, contiguity)."""
 
 
+class ManifestError(ValueError):
+    """The parts of a manifest contradict each other."""
+
+
 class ConfigError(ValueError):
     """The configuration has an unknown key or a value that cannot be used."""
 
@@ -116,5 +120,10 @@ _BY_CODE: dict[str, type[KVCommError]] = {
 
 
 def failure_to_error(code: str, message: str, detail: bytes = b"") -> KVCommError:
-    """The exception for a failure that came over the wire; an unknown code becomes a plain ``KVCommError``."""
-    return _BY_CODE.get(code, KVCommError)(message, detail)
+    """The exception for a failure that came over the wire.
+
+    A code that this version does not know (a newer peer's) becomes a plain ``KVCommError`` whose message
+    keeps the code.
+    """
+    known = _BY_CODE.get(code)
+    return known(message, detail) if known else KVCommError(f"{code}: {message}", detail)

@@ -1,8 +1,10 @@
-"""``Machine``: how every part that waits for messages or time is built, and the events and effects all machines share.
+"""``Machine``: how every part that waits for messages or time is built, and the events and effects all
+machines share.
 
-A machine decides in plain synchronous code: an event and the time go in, a list of effects comes out.  It reads no clock,
-draws no randomness and does no I/O, so the asyncio runtime (``kvcomm.runtime``) and a deterministic simulator drive the
-same object.  Payload bytes never pass through it; only extents and digests do.
+A machine decides in plain synchronous code: an event and the time go in, a list of effects comes out.  It
+reads no clock, draws no randomness and does no I/O, so the asyncio runtime (``kvcomm.runtime``) and a
+deterministic simulator drive the same object.  Payload bytes never pass through it; only extents and digests
+do.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Closed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Answered(Event):
-    """The reply to an :class:`AskPeer`; a ``Failure`` message when the peer refused, was unreachable or too late."""
+    """The reply to an :class:`AskPeer`; a ``Failure`` message when the peer refused, was unreachable or too
+    late."""
 
     ticket: Ticket
     message: Message

@@ -1,12 +1,15 @@
-"""``StatePlane``: small, versioned, replicated state, and the heads of agents' contexts, as sans-I/O operations.
+"""``StatePlane``: small, versioned, replicated state, and the heads of agents' contexts, as sans-I/O
+operations.
 
-Record names are paths of percent-encoded parts, so a name can hold any text and a prefix scan never crosses a part::
+Record names are paths of percent-encoded parts, so a name can hold any text and a prefix scan never crosses
+a part::
 
     state/<name>/<key>               a value somebody put
     context/<agent>/<session>        the head of an agent's context: an encoded Manifest
 
 The plane remembers the causal context of what this client last saw of each record (bounded), so that a plain
-read-modify-write replaces what was read and two clients that write without having seen each other become siblings.
+read-modify-write replaces what was read and two clients that write without having seen each other become
+siblings.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from urllib.parse import quote, unquote
 
 from kvcomm.errors import Conflict, TooLarge
@@ -23,16 +27,17 @@ from kvcomm.tier import RecordAnswer, Records
 from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 
 CONTEXTS_MAX = 65_536
-"""Causal contexts remembered; the least recently used goes first, and a put without one may make a sibling."""
+"""Causal contexts remembered; the least recently used goes first, and a put without one may make a
+sibling."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateValue:
     """What a record holds.
 
-    ``values`` is empty when the record is absent or deleted, and has more than one entry when writers did not know of each
-    other.  Hand ``context`` to the next put to replace exactly what you saw.  ``degraded``: fewer replicas answered than
-    the read quorum, so the values may be old.
+    ``values`` is empty when the record is absent or deleted, and has more than one entry when writers did
+    not know of each other.  Hand ``context`` to the next put to replace exactly what you saw.  ``degraded``:
+    fewer replicas answered than the read quorum, so the values may be old.
     """
 
     values: tuple[bytes, ...]
@@ -47,7 +52,9 @@ class StateValue:
             Conflict: there are siblings; look at ``values`` and put a merged one.
         """
         if len(self.values) > 1:
-            raise Conflict(f"{len(self.values)} concurrent values; read .values, merge them and put the result")
+            raise Conflict(
+                f"{len(self.values)} concurrent values; read .values, merge them and put the result"
+            )
         return self.values[0] if self.values else None
 
 
@@ -64,8 +71,8 @@ def record_path(name: bytes) -> tuple[str, ...]:
 
 
 class StatePlane:
-    """Operations on records.  ``observe`` hears of every answer (metrics); one plane may be used by many threads: the only
-    shared state is the context memory, whose single operations are atomic."""
+    """Operations on records.  ``observe`` hears of every answer (metrics); one plane may be used by many
+    threads: the only shared state is the context memory, whose single operations are atomic."""
 
     def __init__(self, records: Records, observe: Callable[[RecordAnswer], None]) -> None:
         self._records = records
@@ -108,17 +115,20 @@ class StatePlane:
     def manifest(self, name: bytes) -> Steps[Manifest | None]:
         """The head of a context; ``None`` when there is none.
 
-        Two writers of one session leave siblings.  When one of them extends the other, the longer one is the head.
+        Two writers of one session leave siblings.  When one of them extends the other, the longer one is the
+        head.
 
         Raises:
             Conflict: the siblings went different ways.
             Corrupt: the record does not hold a manifest.
         """
         (state,) = yield from self.get([name])
-        heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: len(head.tokens))
-        for shorter, longer in zip(heads, heads[1:], strict=False):
+        heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: head.token_count)
+        for shorter, longer in pairwise(heads):
             if not longer.extends(shorter):
-                raise Conflict(f"{len(heads)} writers took context {record_path(name)} different ways; fork it")
+                raise Conflict(
+                    f"{len(heads)} writers took context {record_path(name)} different ways; fork it"
+                )
         return heads[-1] if heads else None
 
     def _remember(self, name: bytes, context: Dots) -> None:

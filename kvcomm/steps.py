@@ -1,13 +1,15 @@
 """``Steps``: sans-I/O client code that both the blocking and the asyncio face run.
 
-A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds the decisions
-(which peers, what to retry, what to verify) and no socket:
+A client operation is a generator.  It yields what it wants done and is resumed with the result, so it holds
+the decisions (which peers, what to retry, what to verify) and no socket:
 
-* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer are pipelined
-  in order.
+* ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer
+  are pipelined in order.
 * ``Wait(call)`` is resumed with an :class:`Answer` when that call is done, failed or out of time.
-* ``Park(waiter)`` is resumed with True when the waiter is done, False when the time is up first.
-* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they arrive).
+* ``Park(waiter)`` waits for another operation of this process (single flight); resumed with whether it is
+  done.
+* ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they
+  arrive).
 
 The drivers are ``kvcomm.rpc``'s; ``kvcomm.client`` and the tiers write generators.
 """
@@ -50,8 +52,8 @@ class Call:
 class Answer:
     """A finished request.
 
-    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and idempotent),
-    or ``outcome_unknown`` (sent, not idempotent, and no reply).
+    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and
+    idempotent), or ``outcome_unknown`` (sent, not idempotent, and no reply).
     """
 
     message: Message
@@ -70,24 +72,31 @@ class Wait:
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    item: Any
-
-
 class Waiter(Protocol):
-    """Something that another thread or task will finish."""
+    """Something that will be done once: the leader of a single flight."""
 
     def add_callback(self, call: Callable[[], None]) -> None:
-        """``call`` once when done, at once if it is done already; thread-safe."""
+        """``call`` when done, at once if that is now.  Thread-safe; may call from any thread; ``call`` does
+        not block."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Park:
+    """Resumed with True when ``waiter`` is done, with False when ``timeout_s`` or the operation's deadline
+    passed.
+
+    A parked operation makes no progress on its own requests: wait for what you lead before you park behind
+    another, or two operations that lead for each other both stand still until their deadlines.
+    """
+
     waiter: Waiter
     timeout_s: float | None = None
-    """Give up after so long, even if the operation's deadline is later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    item: Any
 
 
 Step = Submit | Wait | Park | Emit

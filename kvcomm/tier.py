@@ -5,9 +5,9 @@ The tiers never see each other; ``kvcomm.client`` asks them in order and moves b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.steps import Steps, Waiter
@@ -20,8 +20,8 @@ TierName = Literal["l1", "l2", "l3"]
 class Block:
     """A verified block as the reader gets it.
 
-    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long as any
-    memoryview, tensor or array made from it lives; treat it as read-only.
+    ``copy`` is ``header | payload``.  It may be a zero-copy view of a pool slot that is pinned for as long
+    as any memoryview, tensor or array made from it lives; treat it as read-only.
     """
 
     header: BlockHeader
@@ -37,7 +37,8 @@ class Block:
 
     @property
     def payload(self) -> memoryview:
-        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor without a copy."""
+        """``header.payload_bytes`` bytes; ``torch.frombuffer(block.payload, dtype=...)`` makes a tensor
+        without a copy."""
         return self.copy[HEADER_BYTES : HEADER_BYTES + self.header.payload_bytes]
 
 
@@ -60,66 +61,109 @@ class BlockCopy:
 Presence = bool | None
 """``None``: nobody who could know answered.  Treated as a miss, never remembered as an absence."""
 
-PutStatus = Literal["stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"]
-"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not stored, and why."""
+PutStatus = Literal[
+    "stored", "present", "pending", "full", "too_large", "corrupt", "expired", "unavailable", "refused"
+]
+"""``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not
+stored, and why."""
 
 
-class Flight(Waiter, Protocol):
-    """A load that another reader of this process has started."""
-
-    @property
-    def block(self) -> Block | None:
-        """What it brought; ``None`` while it is not done, and when it failed."""
-        ...
-
-
-class Claim(Protocol):
-    """Who loads which of the claimed keys (single-flight)."""
+class News(Protocol):
+    """What became of keys that other readers of this process load."""
 
     @property
-    def mine(self) -> Sequence[int]:
-        """Positions that the claimer loads; putting the block into L1 lands the flight."""
+    def landed(self) -> Sequence[tuple[bytes, Block | None]]:
+        """``None``: nobody has it."""
         ...
 
     @property
-    def theirs(self) -> Mapping[int, Flight]:
-        """Positions that another reader is loading already."""
-        ...
-
-    def release(self) -> None:
-        """End the claimer's flights; those without a block have failed.  Idempotent."""
+    def inherited(self) -> Sequence[bytes]:
+        """Keys whose reader failed; ours to load now."""
         ...
 
 
-class Near(Protocol):
-    """L1: in the agent's process, plain calls, thread-safe."""
+class Claim(Waiter, Protocol):
+    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for all.
+
+    Load what is yours before you park: that order is why readers cannot wait for each other in a circle.
+    """
+
+    @property
+    def blocks(self) -> Sequence[Block | None]:
+        """What L1 has by now, one a key of the claim."""
+        ...
+
+    @property
+    def mine(self) -> Sequence[BlockKey]: ...
+
+    @property
+    def follows(self) -> Sequence[BlockKey]:
+        """Keys that others load and of which nothing is known yet."""
+        ...
+
+    def landed(self, block: Block, now: float) -> None:
+        """Put a loaded block into L1 and hand it to those who wait for it."""
+        ...
+
+    def failed(self, keys: Sequence[BlockKey], now: float) -> None:
+        """These could not be loaded; a follower may try."""
+        ...
+
+    def take(self, now: float) -> News: ...
+
+    def patience(self) -> float:
+        """When to :meth:`take` even without being called back, monotonic seconds."""
+        ...
+
+    def close(self, now: float) -> None:
+        """Hand over what is not loaded.  Idempotent."""
+        ...
+
+
+M = TypeVar("M")
+
+
+class Near(Protocol[M]):
+    """L1: in the agent's process, plain calls, thread-safe.  ``M`` is its notion of a moment."""
 
     def get(self, keys: Sequence[BlockKey]) -> list[Block | None]: ...
 
-    def put(self, block: Block) -> None: ...
+    def put(self, block: Block) -> PutStatus: ...
 
-    def claim(self, keys: Sequence[BlockKey]) -> Claim: ...
+    def claim(self, keys: Sequence[BlockKey], now: float, deadline: float) -> Claim: ...
 
-    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
-        """Which keys L3 was without a short while ago."""
+    @property
+    def moment(self) -> M:
+        """To be read before other tiers are asked: an absence found out since then may be outdated by a local put."""
         ...
 
-    def mark_absent(self, keys: Sequence[BlockKey], now: float) -> None: ...
+    def maybe_remote(self, key: BlockKey) -> bool:
+        """``False``: L3 certainly does not hold the key, do not ask."""
+        ...
+
+    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
+        """Which keys no tier had a short while ago."""
+        ...
+
+    def mark_absent(self, keys: Sequence[BlockKey], now: float, since: M) -> None: ...
 
     def forget_absent(self, keys: Sequence[BlockKey]) -> None: ...
 
 
 class Tier(Protocol):
-    """One level of the cache, as seen from an agent's process.  Every method is an operation of ``kvcomm.steps``."""
+    """One level of the cache, as seen from an agent's process.  Every method is an operation of
+    ``kvcomm.steps``."""
 
     name: TierName
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
-        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out of date."""
+        """Which keys are here, in one round trip at most; pins, renews and verifies nothing, and may be out
+        of date."""
         ...
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
-        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives, skips misses.
+        """Fetch; calls ``found(index, block)`` for each verified block in order of ``keys`` as it arrives,
+        skips misses.
 
         After each call the generator yields ``Emit(index)`` so that a driver can hand the block on at once.
         """
@@ -141,7 +185,8 @@ class RecordAnswer:
 
 
 class Records(Protocol):
-    """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give batches."""
+    """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give
+    batches."""
 
     def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
         """Raises ``Unavailable`` when no owner of some key answered."""

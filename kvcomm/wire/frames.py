@@ -2,11 +2,12 @@
 
 A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
 
-    0   magic 2s = "KV"      8   request u64       24  checksum u64  xxh3-64 of bytes [0, 24) and the message
-    2   version u8           16  payload_bytes u64
-    3   flags u8 (0)         The payload is not covered: blocks carry their own checksum, verified after arrival.
+    0   magic 2s = "KV"      8   request u64          24  checksum u64   xxh3-64 of bytes [0, 24)
+    2   version u8           16  payload_bytes u64                       and the message
+    3   flags u8 (0)
     4   message_bytes u32
 
+The payload is not covered: blocks carry their own checksum, which the reader verifies after arrival.
 Requests are pipelined: a reply carries its request's number, and replies may come in any order.
 """
 
@@ -28,16 +29,20 @@ MAGIC = b"KV"
 MESSAGE_BYTES_MAX = 16 << 20
 PAYLOAD_BYTES_MAX = 4 << 30
 STAGING_BYTES = 64 << 10
+_SCRAP = memoryview(bytearray(256 << 10))
 
 _PREFIX = struct.Struct("<2sBBIQQQ")
 _SUMMED_BYTES = 24
 PREFIX_BYTES = _PREFIX.size
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(type=cast("type[Message]", Union[MESSAGES]))
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    type=cast("type[Message]", Union[MESSAGES])  # noqa: UP007 - a tuple of classes cannot be written with |
+)
 
 Sink = Callable[[int, Message, int], list[memoryview] | None]
-"""``sink(request, message, payload_bytes)``: where the payload goes, as writable pieces whose lengths add up to
+"""``sink(request, message, payload_bytes)``: where the payload goes, as writable pieces whose lengths add up
+to
 ``payload_bytes``; ``None`` = a fresh buffer."""
 
 
@@ -60,9 +65,17 @@ def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ())
     payload_bytes = sum(memoryview(piece).nbytes for piece in pieces)
     body = _encoder.encode(message)
     if len(body) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
-        raise TooLarge(f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch")
+        raise TooLarge(
+            f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch"
+        )
     head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, payload_bytes, 0)[:_SUMMED_BYTES]
     return [head + _checksum(head, body) + body, *pieces]
+
+
+def discard(payload_bytes: int) -> list[memoryview]:
+    """A destination for a payload that nobody wants: one small buffer, written over and over, by anybody."""
+    whole, rest = divmod(payload_bytes, len(_SCRAP))
+    return [_SCRAP] * whole + ([_SCRAP[:rest]] if rest else [])
 
 
 def _checksum(head: Buffer, body: Buffer) -> bytes:
@@ -75,14 +88,21 @@ class FrameReader:
     """Turns arriving bytes into frames, reading payloads straight into their destination.
 
     Theory of operation: the owner asks for :meth:`buffer`, receives into it, and says how much arrived with
-    :meth:`advance`.  While no payload is due the buffer is a staging area that may take several small frames at once; while
-    a payload is due it is exactly the rest of the destination, so that nothing is read past it and nothing is copied
-    (except the first piece that came into staging together with the message).
+    :meth:`advance`.  While no payload is due the buffer is a staging area that may take several small frames
+    at once; while a payload is due it is exactly the rest of the destination, so that nothing is read past
+    it and nothing is copied (except the first piece that came into staging together with the message).
     """
 
-    def __init__(self, sink: Sink | None = None, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        sink: Sink | None = None,
+        *,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        payload_bytes_max: int = PAYLOAD_BYTES_MAX,
+    ) -> None:
         self._sink = sink
-        self._payload_bytes_max = payload_bytes_max
+        self.message_bytes_max = message_bytes_max
+        self.payload_bytes_max = payload_bytes_max
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._begin = 0  # [begin, end) of the staging area holds bytes not yet parsed
         self._end = 0
@@ -114,6 +134,19 @@ class FrameReader:
         return frames
 
     @property
+    def receiving(self) -> Frame | None:
+        """The frame whose payload is being received; while there is one, :meth:`buffer` may be filled in one blocking read."""
+        return self._waiting
+
+    def discard(self, request: int) -> None:
+        """Stop writing to the destination of ``request``'s payload, which may be half received; the rest is thrown away.
+
+        The frame still comes out of :meth:`advance`, with a payload that means nothing.
+        """
+        if self._waiting is not None and self._waiting.request == request:
+            self._due = discard(sum(len(piece) for piece in self._due))
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is half received."""
         return not self._due and self._begin == self._end
@@ -129,7 +162,7 @@ class FrameReader:
         )
         if magic != MAGIC or version != PROTOCOL_VERSION:
             raise Corrupt(f"not a version {PROTOCOL_VERSION} frame (magic {magic!r}, version {version})")
-        if body_bytes > MESSAGE_BYTES_MAX or payload_bytes > self._payload_bytes_max:
+        if body_bytes > self.message_bytes_max or payload_bytes > self.payload_bytes_max:
             raise TooLarge(f"frame announces {body_bytes} + {payload_bytes} bytes, over the wire's bound")
         if have < PREFIX_BYTES + body_bytes:
             return False

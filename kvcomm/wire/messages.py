@@ -1,7 +1,8 @@
 """Every message of the data wire.
 
-A message is a small msgspec struct; block bytes travel beside it as the frame's *payload* and are received straight into
-their destination.  Requests that depend on placement carry the ring ``epoch`` they were computed from.
+A message is a small msgspec struct; block bytes travel beside it as the frame's *payload* and are received
+straight into their destination.  Requests that depend on placement carry the ring ``epoch`` they were
+computed from.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether sending the request twice has the effect of sending it once."""
 
 
-# -- session --------------------------------------------------------------------------------------------------------
+# -- session
+# --------------------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
@@ -68,7 +70,8 @@ class Failure(Message, frozen=True):
     detail: bytes = b""
 
 
-# -- blocks: one-sided writes through a reservation ----------------------------------------------------------------
+# -- blocks: one-sided writes through a reservation
+# ----------------------------------------------------------------
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +81,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to one want.  ``status``: ``granted``, ``present`` (first copy won), ``pending`` (another writer holds the
+    """Answer to one want.  ``status``: ``granted``, ``present`` (first copy won), ``pending`` (another
+    writer holds the
     reservation), ``full`` (nothing could be evicted), ``too_large``, ``refused`` (no valid key or size)."""
 
     status: str
@@ -102,7 +106,8 @@ class BlockPublish(Message, frozen=True):
 
 class BlockPublished(Message, frozen=True):
     statuses: list[str]
-    """``published``, ``expired`` (the reservation ran out; the block is not visible), ``corrupt`` (the header in the slot
+    """``published``, ``expired`` (the reservation ran out; the block is not visible), ``corrupt`` (the
+    header in the slot
     does not name the reserved key)."""
 
 
@@ -126,7 +131,8 @@ class PinRange(Message, frozen=True):
     budget_bytes: int
 
 
-# -- blocks: over the wire -----------------------------------------------------------------------------------------
+# -- blocks: over the wire
+# -----------------------------------------------------------------------------------------
 
 
 class BlockLookup(Message, frozen=True):
@@ -177,7 +183,8 @@ class BlockListed(Message, frozen=True):
     items: list[BlockItem]
 
 
-# -- records -------------------------------------------------------------------------------------------------------
+# -- records
+# -------------------------------------------------------------------------------------------------------
 
 Dots = dict[str, int]
 """A version vector on the wire: replica incarnation id -> counter."""
@@ -262,7 +269,8 @@ class RecordKeys(Message, frozen=True):
     keys: list[bytes]
 
 
-# -- ring ----------------------------------------------------------------------------------------------------------
+# -- ring
+# ----------------------------------------------------------------------------------------------------------
 
 
 class RingNode(msgspec.Struct, frozen=True, array_like=True):
@@ -294,8 +302,8 @@ class RingGet(Message, frozen=True):
 
 
 MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished, BlockAbort, Done,
-    PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut, BlockStored, BlockList, BlockListed,
-    RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate, RecordFetch, RecordScan, RecordKeys, RingMap,
-    RingGet,
+    Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
+    BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
+    BlockStored, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate,
+    RecordFetch, RecordScan, RecordKeys, RingMap, RingGet,
 )  # fmt: skip

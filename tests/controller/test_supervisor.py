@@ -23,7 +23,11 @@ from controller.supervisor import (
 from kvcomm.machine import Tick
 
 RULES = RingRules(replicas=2, write_quorum=2, read_quorum=1, block_copies=1)
-SPECS = [NodeSpec("pool-0", "pool", "r0"), NodeSpec("shard-0", "shard", "r0"), NodeSpec("shard-1", "shard", "r1")]
+SPECS = [
+    NodeSpec("pool-0", "pool", "r0"),
+    NodeSpec("shard-0", "shard", "r0"),
+    NodeSpec("shard-1", "shard", "r1"),
+]
 
 
 def up(node: str, port: int = 1) -> NodeUp:
@@ -95,7 +99,9 @@ def test_unreachable_shard_is_told_again() -> None:
     supervisor.handle(RingTaken("shard-0", 1, False), 2.0)
     due = supervisor.deadline()
     assert due is not None and due > 2.0
-    assert [effect.node for effect in supervisor.handle(Tick(), due) if isinstance(effect, HandRing)] == ["shard-0"]
+    assert [effect.node for effect in supervisor.handle(Tick(), due) if isinstance(effect, HandRing)] == [
+        "shard-0"
+    ]
 
 
 def test_a_node_that_never_comes_up_is_killed_and_started_again() -> None:

@@ -1,0 +1,201 @@
+"""``AsyncClient``: the asyncio face.  Same operations, same answers as ``kvcomm.client``; made by
+``kvcomm.connect_async``.
+
+Hits in L1 and in the host's pool are memory operations done in the event loop's thread; everything else is
+awaited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from kvcomm.block import ROOT_LINEAGE, Buffer
+from kvcomm.client import DEADLINE_S
+from kvcomm.manifest import Manifest
+from kvcomm.namespace import Namespace
+from kvcomm.operations import Hit, Operations, Published
+from kvcomm.rpc import AsyncPeers, iterate_async, run_async
+from kvcomm.stateplane import StateValue
+from kvcomm.steps import Steps
+from kvcomm.tier import Block
+from kvcomm.wire.messages import Dots
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """``kvcomm.client.Client`` for coroutines of one event loop.  Cancelling a call is safe: nothing
+    half-read is reused."""
+
+    def __init__(
+        self, operations: Operations, peers: AsyncPeers, close: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._operations = operations
+        self._peers = peers
+        self._close = close
+        self._closed = False
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Hit:
+        """See ``Client.fetch``."""
+        return await self.run(
+            self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra), deadline_s
+        )
+
+    async def stream(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> AsyncIterator[Block]:
+        """See ``Client.stream``."""
+        steps = self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra)
+        async for block in iterate_async(steps, self._peers, time.monotonic() + deadline_s):
+            yield block
+
+    async def publish(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        blocks: Sequence[Buffer],
+        *,
+        first_block: int = 0,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Published:
+        """See ``Client.publish``."""
+        steps = self._operations.publish(
+            namespace, tokens, blocks, first_block=first_block, lineage=lineage, extra=extra
+        )
+        return await self.run(steps, deadline_s)
+
+    def agent(self, name: str, namespace: Namespace | None = None) -> AsyncAgent:
+        """See ``Client.agent``."""
+        return AsyncAgent(self, self._operations, name, namespace)
+
+    def state(self, name: str) -> AsyncState:
+        """See ``Client.state``."""
+        return AsyncState(self, self._operations, name)
+
+    async def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
+        """See ``Client.names``."""
+        return await self.run(self._operations.names(prefix), deadline_s)
+
+    async def run(self, steps: Steps[T], deadline_s: float) -> T:
+        """Run an operation in this event loop."""
+        if self._closed:
+            raise ValueError("this client is closed")
+        return await run_async(steps, self._peers, time.monotonic() + deadline_s)
+
+    async def close(self) -> None:
+        """See ``Client.close``."""
+        if not self._closed:
+            self._closed = True
+            await self._close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncAgent:
+    """See ``kvcomm.client.Agent``."""
+
+    _client: AsyncClient
+    _operations: Operations
+    name: str
+    namespace: Namespace | None
+
+    def context(self, session: str, namespace: Namespace | None = None) -> AsyncContext:
+        """This agent's context ``session``, to extend."""
+        return AsyncContext(self._client, self._operations, self.name, session, namespace or self.namespace)
+
+    def context_of(self, agent: str, session: str) -> AsyncContext:
+        """Another agent's context, to follow."""
+        return AsyncContext(self._client, self._operations, agent, session, self.namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncContext:
+    """See ``kvcomm.client.Context``."""
+
+    _client: AsyncClient
+    _operations: Operations
+    agent: str
+    session: str
+    namespace: Namespace | None
+
+    async def append(
+        self, tokens: Sequence[int], blocks: Sequence[Buffer] = (), *, deadline_s: float = DEADLINE_S
+    ) -> Manifest:
+        """See ``Context.append``."""
+        steps = self._operations.append(self.agent, self.session, self.namespace, tokens, blocks)
+        return await self._client.run(steps, deadline_s)
+
+    async def manifest(self, *, deadline_s: float = DEADLINE_S) -> Manifest:
+        """See ``Context.manifest``."""
+        return await self._client.run(self._operations.head(self.agent, self.session), deadline_s)
+
+    async def fetch(self, *, deadline_s: float = DEADLINE_S) -> Hit:
+        """See ``Context.fetch``."""
+        return await self._client.run(self._operations.follow_head(self.agent, self.session), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncState:
+    """See ``kvcomm.client.State``."""
+
+    _client: AsyncClient
+    _operations: Operations
+    name: str
+
+    async def get(self, key: str, *, deadline_s: float = DEADLINE_S) -> StateValue:
+        """See ``State.get``."""
+        return (await self.get_many([key], deadline_s=deadline_s))[key]
+
+    async def get_many(self, keys: Sequence[str], *, deadline_s: float = DEADLINE_S) -> dict[str, StateValue]:
+        """See ``State.get_many``."""
+        values = await self._client.run(self._operations.state_get(self.name, keys), deadline_s)
+        return dict(zip(keys, values, strict=True))
+
+    async def put(
+        self, key: str, value: bytes, *, context: Dots | None = None, deadline_s: float = DEADLINE_S
+    ) -> Dots:
+        """See ``State.put``."""
+        return (await self.put_many({key: value}, context=context, deadline_s=deadline_s))[key]
+
+    async def put_many(
+        self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
+    ) -> dict[str, Dots]:
+        """See ``State.put_many``."""
+        steps = self._operations.state_put(self.name, list(items.items()), context)
+        return dict(zip(items, await self._client.run(steps, deadline_s), strict=True))
+
+    async def delete(self, key: str, *, context: Dots | None = None, deadline_s: float = DEADLINE_S) -> Dots:
+        """See ``State.delete``."""
+        steps = self._operations.state_put(self.name, [(key, None)], context)
+        return (await self._client.run(steps, deadline_s))[0]
+
+    async def keys(self, *, deadline_s: float = DEADLINE_S) -> list[str]:
+        """See ``State.keys``."""
+        return await self._client.run(self._operations.state_keys(self.name), deadline_s)

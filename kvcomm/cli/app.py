@@ -1,0 +1,25 @@
+"""The command table."""
+
+from __future__ import annotations
+
+import typer
+
+from kvcomm.cli import bench, data, demo, doctor, roles, status, up
+
+app = typer.Typer(
+    name="kvcomm",
+    help="A distributed, shared KV cache for LLM agents.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("demo")(demo.demo)
+app.command("up")(up.up)
+app.command("status")(status.status)
+app.command("get")(data.get)
+app.command("put")(data.put)
+app.command("ls")(data.ls)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+app.command("pool")(roles.pool)
+app.command("shard")(roles.shard)

@@ -1,0 +1,24 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="Configuration file; else $KVCOMM_CONFIG, else ./kvcomm.yaml, else defaults."
+    ),
+]
+InstanceOption = Annotated[
+    str | None, typer.Option("--instance", help="Name of a cluster on this host.", envvar="KVCOMM_INSTANCE")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--address", help="tcp://host:port of any node of a cluster.", envvar="KVCOMM_ADDRESS"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable: one JSON document on stdout.")]
+DeadlineOption = Annotated[float, typer.Option("--deadline", help="Give up after so many seconds.", min=0.01)]

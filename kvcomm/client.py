@@ -1,0 +1,201 @@
+"""``Client``: the blocking face.  Made by ``kvcomm.connect``; safe to use from many threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from kvcomm.block import ROOT_LINEAGE, Buffer
+from kvcomm.manifest import Manifest
+from kvcomm.namespace import Namespace
+from kvcomm.operations import Hit, Operations, Published
+from kvcomm.rpc import Peers, iterate_blocking, run_blocking
+from kvcomm.stateplane import StateValue
+from kvcomm.steps import Steps
+from kvcomm.tier import Block
+from kvcomm.wire.messages import Dots
+
+T = TypeVar("T")
+
+DEADLINE_S = 5.0
+"""Default bound of every call, seconds."""
+
+
+class Client:
+    """One agent process's door to the cluster.
+
+    Every call takes ``deadline_s``.  When it passes, block operations give what they have (a shorter prefix,
+    a failed status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.
+    """
+
+    def __init__(self, operations: Operations, peers: Peers, close: Callable[[], None]) -> None:
+        self._operations = operations
+        self._peers = peers
+        self._close = close
+        self._closed = False
+
+    def fetch(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Hit:
+        """The KV of the longest prefix of ``tokens`` that any agent has published; see
+        ``Operations.fetch``."""
+        return self.run(self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra), deadline_s)
+
+    def stream(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Iterator[Block]:
+        """Like :meth:`fetch`, one verified block at a time, in order, as they arrive."""
+        steps = self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra)
+        yield from iterate_blocking(steps, self._peers, time.monotonic() + deadline_s)
+
+    def publish(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        blocks: Sequence[Buffer],
+        *,
+        first_block: int = 0,
+        deadline_s: float = DEADLINE_S,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Published:
+        """Let every agent have the KV of these blocks; only what nobody has yet is written."""
+        steps = self._operations.publish(
+            namespace, tokens, blocks, first_block=first_block, lineage=lineage, extra=extra
+        )
+        return self.run(steps, deadline_s)
+
+    def agent(self, name: str, namespace: Namespace | None = None) -> Agent:
+        """The agent ``name``; ``namespace`` is the default of its contexts."""
+        return Agent(self, self._operations, name, namespace)
+
+    def state(self, name: str) -> State:
+        """The small versioned state called ``name``."""
+        return State(self, self._operations, name)
+
+    def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
+        """Names of this tenant's records under ``prefix`` (``kvcomm.stateplane.record_name``), sorted."""
+        return self.run(self._operations.names(prefix), deadline_s)
+
+    def run(self, steps: Steps[T], deadline_s: float) -> T:
+        """Run an operation in this thread."""
+        if self._closed:
+            raise ValueError("this client is closed")
+        return run_blocking(steps, self._peers, time.monotonic() + deadline_s)
+
+    def close(self) -> None:
+        """Give back connections and pins; views that are still in use stay readable.  Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A name under which contexts are kept."""
+
+    _client: Client
+    _operations: Operations
+    name: str
+    namespace: Namespace | None
+
+    def context(self, session: str, namespace: Namespace | None = None) -> Context:
+        """This agent's context ``session``, to extend."""
+        return Context(self._client, self._operations, self.name, session, namespace or self.namespace)
+
+    def context_of(self, agent: str, session: str) -> Context:
+        """Another agent's context, to follow."""
+        return Context(self._client, self._operations, agent, session, self.namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an agent's session looks like now: a versioned head that names its blocks."""
+
+    _client: Client
+    _operations: Operations
+    agent: str
+    session: str
+    namespace: Namespace | None
+
+    def append(
+        self, tokens: Sequence[int], blocks: Sequence[Buffer] = (), *, deadline_s: float = DEADLINE_S
+    ) -> Manifest:
+        """Add tokens (and the KV of the full blocks that they complete); the new head.  See
+        ``Operations.append``."""
+        steps = self._operations.append(self.agent, self.session, self.namespace, tokens, blocks)
+        return self._client.run(steps, deadline_s)
+
+    def manifest(self, *, deadline_s: float = DEADLINE_S) -> Manifest:
+        """The head.  Raises ``Unavailable`` if there is none yet, ``Conflict`` if writers forked it."""
+        return self._client.run(self._operations.head(self.agent, self.session), deadline_s)
+
+    def fetch(self, *, deadline_s: float = DEADLINE_S) -> Hit:
+        """The blocks that the head names, as far as they can be had."""
+        return self._client.run(self._operations.follow_head(self.agent, self.session), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Small values under a name: never lost once a put returned, siblings shown when writers did not know
+    each other."""
+
+    _client: Client
+    _operations: Operations
+    name: str
+
+    def get(self, key: str, *, deadline_s: float = DEADLINE_S) -> StateValue:
+        """The value or values and their causal context."""
+        return self.get_many([key], deadline_s=deadline_s)[key]
+
+    def get_many(self, keys: Sequence[str], *, deadline_s: float = DEADLINE_S) -> dict[str, StateValue]:
+        """Many keys in one round trip a shard."""
+        values = self._client.run(self._operations.state_get(self.name, keys), deadline_s)
+        return dict(zip(keys, values, strict=True))
+
+    def put(
+        self, key: str, value: bytes, *, context: Dots | None = None, deadline_s: float = DEADLINE_S
+    ) -> Dots:
+        """Write; the new causal context.
+
+        The write replaces what ``context`` covers: by default what this client last saw of the key.
+        """
+        return self.put_many({key: value}, context=context, deadline_s=deadline_s)[key]
+
+    def put_many(
+        self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
+    ) -> dict[str, Dots]:
+        """Many keys in one round trip a shard; each key by itself, not a transaction."""
+        steps = self._operations.state_put(self.name, list(items.items()), context)
+        return dict(zip(items, self._client.run(steps, deadline_s), strict=True))
+
+    def delete(self, key: str, *, context: Dots | None = None, deadline_s: float = DEADLINE_S) -> Dots:
+        """Delete what ``context`` covers; a concurrent write survives."""
+        return self._client.run(self._operations.state_put(self.name, [(key, None)], context), deadline_s)[0]
+
+    def keys(self, *, deadline_s: float = DEADLINE_S) -> list[str]:
+        """The keys that exist under this name."""
+        return self._client.run(self._operations.state_keys(self.name), deadline_s)

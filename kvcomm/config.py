@@ -1,0 +1,498 @@
+"""``Config``: what an operator may set, parsed once from YAML text into frozen dataclasses.
+
+Each setting is declared in one place, its field: YAML key, parser, default and consequence.  The
+documentation page and the tests are made from these declarations (:func:`reference`), so a setting cannot
+exist without saying what it does.
+
+Sizes are whole bytes, ``"1GB"`` (10^9), ``"1GiB"`` (2^30), or for the caches a share of this machine's
+memory, ``"15%"``.  Durations always name their unit: ``"5s"``, ``"50ms"``, ``"2m"``.
+
+Pure: reading files and finding out how much memory there is are ``kvcomm.settings``'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn
+
+from kvcomm.errors import ConfigError
+
+TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
+TRANSPORTS_RUN = ("shm", "tcp")
+"""Those of :data:`TRANSPORTS` that this version runs; the others are passed over."""
+
+_PLANNED = {
+    "cache.l2_sync_interval": "record writes are sent at once, there is nothing to aggregate yet",
+    "cluster.heartbeat": "nothing sends heartbeats yet",
+}
+"""Keys of the design that nothing reads yet.  A key that is accepted and does nothing would be a lie."""
+
+
+def parse_config(text: str, *, ram_bytes: int) -> Config:
+    """The configuration that ``text`` (YAML) describes; what it leaves out has its default.
+
+    Args:
+        ram_bytes: memory that percentages refer to.
+
+    Raises:
+        ConfigError: every problem found, one a line, each with the full path of its key.
+    """
+    problems: list[str] = []
+    document = _document(text)
+    _check_keys(document, list(_sections()), "", problems)
+    parsed = {
+        name: _section(section, name, document.get(name), ram_bytes, problems)
+        for name, section in _sections().items()
+    }
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = Config(**parsed)
+    problems.extend(_contradictions(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+# -- how a value is written ----------------------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B|%)", re.IGNORECASE)
+_SIZE_BYTES: dict[str, int] = {"b": 1, "%": 0} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h)")
+_DURATION_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+Parser = Callable[[Any, int], Any]
+"""``parser(value, ram_bytes)``: the typed value, or ``ValueError`` saying what was expected."""
+
+
+def _size(value: Any, whole_bytes: int, *, percent: bool) -> int:
+    expected = 'bytes, "512MB", "1GiB"' + (' or a share such as "15%"' if percent else "")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _at_least(value, 0, "bytes")
+    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if not found or (found[2] == "%" and not percent):
+        _unlike(value, expected)
+    number, unit = float(found[1]), str(found[2]).lower()
+    if unit != "%":
+        return round(number * _SIZE_BYTES[unit])
+    if number > 100:
+        raise ValueError(f"is {value}, but a share is at most 100%")
+    return int(number * whole_bytes / 100)
+
+
+def _bytes(value: Any, _ram_bytes: int) -> int:
+    return _size(value, 0, percent=False)
+
+
+def _bytes_or_share(value: Any, ram_bytes: int) -> int:
+    size_bytes = _size(value, ram_bytes, percent=True)
+    if not size_bytes:
+        raise ValueError(f"is {value!r}, which leaves no room at all")
+    return size_bytes
+
+
+def _seconds(value: Any, _ram_bytes: int) -> float:
+    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if not found:
+        _unlike(value, 'a duration with its unit: "5s", "50ms", "2m"')
+    return float(found[1]) * _DURATION_S[str(found[2])]
+
+
+def _positive_seconds(value: Any, _ram_bytes: int) -> float:
+    seconds = _seconds(value, 0)
+    if not seconds:
+        raise ValueError("is 0, but nothing can be done in no time at all")
+    return seconds
+
+
+def _count(value: Any, _ram_bytes: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        _unlike(value, "a whole number")
+    return _at_least(value, 0, "a count")
+
+
+def _positive_count(value: Any, _ram_bytes: int) -> int:
+    return _at_least(_count(value, 0), 1, "a count")
+
+
+def _text(value: Any, _ram_bytes: int) -> str:
+    if not isinstance(value, str):
+        _unlike(value, "text")
+    return value
+
+
+def _tenant(value: Any, _ram_bytes: int) -> str:
+    if not isinstance(value, str) or not value or ":" in value:
+        _unlike(value, "a tenant's name: not empty, without ':'")
+    return value
+
+
+def _one_of(*choices: str, unavailable: Mapping[str, str] | None = None) -> Parser:
+    def parse(value: Any, _ram_bytes: int) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        if unavailable and isinstance(value, str) and value in unavailable:
+            raise ValueError(f"is {value!r}, {unavailable[value]}")
+        _unlike(value, f"one of {', '.join(choices)}")
+
+    return parse
+
+
+def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or len(set(map(repr, value))) != len(value):
+        _unlike(value, f"a list without repetition of some of {', '.join(TRANSPORTS)}")
+    for each in value:
+        if each not in TRANSPORTS:
+            raise ValueError(f"names {each!r}, expected some of {', '.join(TRANSPORTS)}")
+    if not set(value) & set(TRANSPORTS_RUN):
+        raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
+    return tuple(value)
+
+
+def _at_least(value: int, least: int, what: str) -> int:
+    if value < least:
+        raise ValueError(f"is {value}, but {what} must be at least {least}")
+    return value
+
+
+def _unlike(value: Any, expected: str) -> NoReturn:
+    shown = "empty" if value is None else repr(value)
+    raise ValueError(f"is {shown if len(shown) < 60 else shown[:57] + '...'}, expected {expected}")
+
+
+# -- what may be set -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One declaration."""
+
+    key: str
+    parse: Parser
+    default: Any
+    """As written in a file, so that the page and the parser cannot disagree about it."""
+    means: str
+    share_of: str = ""
+    """The field that a percentage refers to; empty = memory."""
+    default_from: Callable[[Mapping[str, Any]], Any] | None = None
+    """Makes the default from the fields of the section that stand before this one."""
+
+
+def _setting(key: str, parse: Parser, default: Any, means: str, **more: Any) -> Any:
+    return field(metadata={"setting": Setting(key, parse, default, means, **more)})
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much each tier may hold, and for how long a claim lasts."""
+
+    l1_size_bytes: int = _setting(
+        "l1_size", _bytes_or_share, "1GB",
+        "Blocks that one agent's process keeps at hand. Larger: more repeats cost no I/O. Views of the "
+        "host's pool count here too and keep their slots pinned.",
+    )  # fmt: skip
+    l1_negative_ttl_s: float = _setting(
+        "l1_negative_ttl", _seconds, "5s",
+        "How long an agent takes a miss for granted without asking again. Longer: fewer useless questions, "
+        "but a block published by somebody else in the meantime is noticed that much later. `0s` asks every "
+        "time.",
+    )  # fmt: skip
+    l1_negative_entries: int = _setting(
+        "l1_negative_entries", _count, 65536,
+        "Misses remembered at most; the oldest is forgotten first. About 100 bytes each.",
+    )  # fmt: skip
+    l2_size_bytes: int = _setting(
+        "l2_size", _bytes_or_share, "25%",
+        "Shared memory of each host's pool, taken from /dev/shm at start. Larger: blocks live longer before "
+        "they are evicted. It is refused at start if /dev/shm has not that much.",
+    )  # fmt: skip
+    l2_pin_budget_bytes: int = _setting(
+        "l2_pin_budget", _bytes_or_share, "50%",
+        "How much of the pool views may pin at once. At the bound readers get "
+        "copies instead of views; a larger budget leaves less that can be evicted for new blocks.",
+        share_of="l2_size_bytes",
+    )  # fmt: skip
+    l3_size_bytes: int = _setting(
+        "l3_size", _bytes_or_share, "10%",
+        "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
+        "are evicted.",
+    )  # fmt: skip
+    l3_consistency: Literal["eventual"] = _setting(
+        "l3_consistency",
+        _one_of("eventual", unavailable={"strong": "which is not available in this version; use eventual"}),
+        "eventual",
+        "What a record promises. `eventual`: always writable where a quorum answers, concurrent writes "
+        "become siblings that the reader sees.",
+    )  # fmt: skip
+    reservation_ttl_s: float = _setting(
+        "reservation_ttl", _positive_seconds, "10s",
+        "How long a writer may take between reserving room for a block and publishing it. Longer: slow "
+        "writers succeed; shorter: the room and the key of a writer that died are free again sooner.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """How bytes travel and how long to wait for them."""
+
+    zero_copy_threshold_bytes: int = _setting(
+        "zero_copy_threshold", _bytes, "4KB",
+        "Blocks of this size and more are handed out by reference (a pinned view of the pool), smaller ones "
+        "as a copy: for a small block the copy costs less than the pin. `0` makes every block a view.",
+    )  # fmt: skip
+    transports: tuple[str, ...] = _setting(
+        "transports", _transports, ["shm", "tcp"],
+        "What may carry blocks, preferred first: `shm` (same host), `cuda`, `verbs` (RDMA), `tcp`. This "
+        "version runs `shm` and `tcp` and passes over the others; without `shm` every read is a copy over a "
+        "socket.",
+    )  # fmt: skip
+    request_timeout_s: float = _setting(
+        "request_timeout", _positive_seconds, "2s",
+        "How long one request to one node may take before the next copy or replica is tried. Shorter: a "
+        "dead or paused node costs less; too short: a slow one is taken for dead.",
+    )  # fmt: skip
+    connect_timeout_s: float = _setting(
+        "connect_timeout", _positive_seconds, "2s",
+        "How long connecting to a node may take before it counts as unreachable.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How many nodes there are and how many must agree."""
+
+    shards: int = _setting(
+        "shards", _positive_count, 3,
+        "Shard processes that `kvcomm up` starts.",
+    )  # fmt: skip
+    pools: int = _setting(
+        "pools", _count, 1,
+        "Pool processes that `kvcomm up` starts. With `0` agents use the shards only, over sockets.",
+    )  # fmt: skip
+    replicas: int = _setting(
+        "replicas", _positive_count, None,
+        "Shards that keep each record. One more survives one more lost node and makes each write cost one "
+        "more message. By default 3, or all shards where there are fewer.",
+        default_from=lambda section: min(3, section["shards"] or 3),
+    )  # fmt: skip
+    write_quorum: int = _setting(
+        "write_quorum", _positive_count, None,
+        "Replicas that must have a write on disk before it is acknowledged. Fewer: writes go on with more "
+        "nodes away, but an acknowledged write has fewer copies. By default a majority of the replicas.",
+        default_from=lambda section: (section["replicas"] or 3) // 2 + 1,
+    )  # fmt: skip
+    read_quorum: int = _setting(
+        "read_quorum", _positive_count, 1,
+        "Replicas asked by a read of a record. With `read_quorum + write_quorum > replicas` a read sees "
+        "every acknowledged write; with less it may be stale for a moment, and costs less.",
+    )  # fmt: skip
+    block_copies: int = _setting(
+        "block_copies", _positive_count, 1,
+        "Shards that keep each block. A lost block is only a miss, so one copy is correct; two survive a "
+        "lost shard without recomputing and halve the capacity.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """Where records are kept and when they are on disk."""
+
+    directory: str = _setting(
+        "directory", _text, "",
+        "Where shards keep their records. Empty: inside the instance's own directory, which is removed with "
+        "the instance and may not survive a reboot.",
+    )  # fmt: skip
+    fsync: Literal["always", "interval", "never"] = _setting(
+        "fsync", _one_of("always", "interval", "never"), "always",
+        "When a record write is forced to disk. `always`: before it is acknowledged, nothing acknowledged "
+        "is lost in a power cut. `interval`: acknowledged first, the last `fsync_interval` may be lost in a "
+        "power cut, nothing in a crash of the process. `never`: left to the operating system, a power cut "
+        "may lose about the last 30 s.",
+    )  # fmt: skip
+    fsync_interval_s: float = _setting(
+        "fsync_interval", _positive_seconds, "50ms",
+        "How often `fsync: interval` forces writes to disk: what a power cut may cost at most. Not used "
+        "otherwise.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """For whom this process acts, and how it proves it."""
+
+    tenant: str = _setting(
+        "tenant", _tenant, "default",
+        "The tenant that an agent on the instance's own host acts for. Tenants never see each other's blocks "
+        "or records.",
+    )  # fmt: skip
+    token_file: str = _setting(
+        "token_file", _text, "",
+        "File with the token that proves the tenant, for agents that cannot read the instance's secret "
+        "(another host, another user). Empty: the token is made from the instance's secret.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree."""
+
+    cache: CacheConfig = field(metadata={"section": CacheConfig})
+    network: NetworkConfig = field(metadata={"section": NetworkConfig})
+    cluster: ClusterConfig = field(metadata={"section": ClusterConfig})
+    storage: StorageConfig = field(metadata={"section": StorageConfig})
+    security: SecurityConfig = field(metadata={"section": SecurityConfig})
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def _document(text: str) -> dict[Any, Any]:
+    import yaml  # 15 ms that a client without a configuration file does not pay
+
+    if not text.strip():
+        return {}
+    try:
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), "")
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"the configuration must be sections with keys, got {type(document).__name__}")
+    return document
+
+
+def _refuse_repeated_keys(node: Any, path: str) -> None:
+    """YAML lets a later key silently replace an earlier one; only the node tree still shows both."""
+    pairs = node.value if getattr(node, "id", "") == "mapping" else []
+    seen: set[str] = set()
+    for key, value in pairs:
+        if key.id != "scalar":
+            raise ConfigError(f"{path or 'the top level'} has a key that is not plain text")
+        name = f"{path}.{key.value}" if path else key.value
+        if name in seen:
+            raise ConfigError(f"{name} is set twice (second time on line {key.start_mark.line + 1})")
+        seen.add(name)
+        if path.count(".") < 1:  # the schema has two levels; deeper nesting is refused by type
+            _refuse_repeated_keys(value, name)
+
+
+def _section(section: type[Any], name: str, given: Any, ram_bytes: int, problems: list[str]) -> Any:
+    if given is None:  # absent, or a heading with everything under it commented out
+        given = {}
+    if not isinstance(given, dict):
+        problems.append(f"{name} must be a section with keys, got {type(given).__name__}")
+        return None
+    declared = _declared(section)
+    _check_keys(given, [setting.key for setting in declared.values()], name, problems)
+    values: dict[str, Any] = {}
+    for attribute, setting in declared.items():
+        if setting.key in given or setting.default_from is None:
+            written = given.get(setting.key, setting.default)
+        else:
+            written = setting.default_from(values)
+        whole_bytes = values[setting.share_of] if setting.share_of else ram_bytes
+        values[attribute] = None
+        if whole_bytes is None:
+            continue  # a share of a size that is itself wrong: one mistake, one message
+        try:
+            values[attribute] = setting.parse(written, whole_bytes)
+        except ValueError as error:
+            problems.append(f"{name}.{setting.key} {error}")
+    return section(**values)
+
+
+def _declared(section: type[Any]) -> dict[str, Setting]:
+    return {each.name: each.metadata["setting"] for each in fields(section)}
+
+
+def _sections() -> dict[str, type[Any]]:
+    return {each.name: each.metadata["section"] for each in fields(Config)}
+
+
+def _check_keys(given: Mapping[Any, Any], known: list[str], path: str, problems: list[str]) -> None:
+    for key in given:
+        full = f"{path}.{key}" if path else str(key)
+        if full in _PLANNED:
+            problems.append(f"{full} is known but not in this version: {_PLANNED[full]}; leave it out")
+        elif key not in known:
+            problems.append(f"unknown key {full}{_nearest(str(key), known, path)}")
+
+
+def _nearest(key: str, known: list[str], path: str) -> str:
+    """The nearest key of the same section; else a key of that very name in another one."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    candidates = [f"{path}.{each}" if path else each for each in near]
+    candidates += [full for full, _ in settings() if full.rpartition(".")[2] == key]
+    return f", did you mean {candidates[0]}?" if candidates else f"; known here: {', '.join(known)}"
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    cluster, cache = config.cluster, config.cache
+    for key, count in (("replicas", cluster.replicas), ("block_copies", cluster.block_copies)):
+        if count > cluster.shards:
+            yield f"cluster.{key} is {count}, but cluster.shards is {cluster.shards}: nobody to keep the rest"
+    for key, count in (("write_quorum", cluster.write_quorum), ("read_quorum", cluster.read_quorum)):
+        if count > cluster.replicas:
+            yield f"cluster.{key} is {count}, but cluster.replicas is {cluster.replicas}: never met"
+    if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
+        yield (
+            f"cache.l2_pin_budget is {cache.l2_pin_budget_bytes} bytes, "
+            f"but cache.l2_size is {cache.l2_size_bytes}"
+        )
+
+
+# -- documentation -------------------------------------------------------------------------------------------
+
+
+def settings() -> list[tuple[str, Setting]]:
+    """Every setting with its full key."""
+    return [
+        (f"{name}.{setting.key}", setting)
+        for name, section in _sections().items()
+        for setting in _declared(section).values()
+    ]
+
+
+def reference() -> str:
+    """``docs/configuration.md``."""
+    lines = [*_PREAMBLE]
+    for name, section in _sections().items():
+        lines += ["", f"## {name}", "", str(section.__doc__), ""]
+        lines += ["| key | default | consequence |", "|---|---|---|"]
+        for setting in _declared(section).values():
+            lines.append(f"| `{setting.key}` | {_shown(setting.default)} | {setting.means} |")
+    lines += ["", "## Known, but not in this version", ""]
+    lines += [f"* `{key}`: {why}." for key, why in _PLANNED.items()]
+    lines += ["* `cache.l3_consistency: strong`."]
+    return "\n".join(lines) + "\n"
+
+
+_PREAMBLE = (
+    "# Configuration",
+    "",
+    "<!-- Generated from kvcomm/config.py by scripts/gen-docs; do not edit. -->",
+    "",
+    "KVCOMM reads one YAML file, once, at start: the path given on the command line or to `kvcomm.connect`,",
+    "else `$KVCOMM_CONFIG`, else `./kvcomm.yaml`, else every default applies. `kvcomm.example.yaml` shows",
+    "all keys.",
+    "",
+    'Sizes are whole bytes, `"1GB"` (10^9) or `"1GiB"` (2^30). The sizes of `cache` may also be a share of',
+    'the memory that this process may use, such as `"15%"` (a container counts by its limit). Durations name',
+    'their unit: `"50ms"`, `"5s"`, `"2m"`. An unknown key is an error that names the nearest known one.',
+)
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "see text"
+    if isinstance(default, list):
+        return f"`[{', '.join(default)}]`"
+    return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"

@@ -1,0 +1,287 @@
+"""``Operations``: everything a client can do, as sans-I/O steps over the two planes.
+
+The blocking face (``kvcomm.client``) and the asyncio face (``kvcomm.aio``) run the same generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcomm.block import (
+    NO_PARENT,
+    ROOT_LINEAGE,
+    BlockKey,
+    Buffer,
+    Incarnation,
+    block_keys,
+    header_for,
+)
+from kvcomm.blockplane import BlockPlane, Prefix, Stored
+from kvcomm.errors import NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.manifest import Manifest
+from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
+from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
+from kvcomm.steps import Steps
+from kvcomm.tier import Block, BlockCopy, TierName
+from kvcomm.wire.messages import Dots
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest known prefix, every copy verified.  A miss is a hit of no tokens."""
+
+    keys: tuple[BlockKey, ...]
+    """Keys of all full blocks that were asked for."""
+    blocks: tuple[Block, ...]
+    """The leading ones that somebody had, in order."""
+    block_tokens: int
+
+    @property
+    def token_count(self) -> int:
+        """Tokens whose KV is in ``blocks``."""
+        return len(self.blocks) * self.block_tokens
+
+    @property
+    def tiers(self) -> dict[TierName, int]:
+        """Tokens by the tier that served them."""
+        counts: dict[TierName, int] = {"l1": 0, "l2": 0, "l3": 0}
+        for block in self.blocks:
+            counts[block.tier] += self.block_tokens
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of each published block.  A block that nobody could take is not an error: it is computed
+    again later."""
+
+    statuses: tuple[Stored, ...]
+
+    @property
+    def stored(self) -> int:
+        """Blocks written to some tier by this call."""
+        return sum(status.wrote for status in self.statuses)
+
+    @property
+    def present(self) -> int:
+        """Blocks that others had published already everywhere."""
+        return sum(status.readable and not status.wrote for status in self.statuses)
+
+    @property
+    def failed(self) -> int:
+        """Blocks that nobody can read: see ``statuses`` for why."""
+        return sum(not status.readable for status in self.statuses)
+
+
+class Operations:
+    """The client's operations.  ``tenant`` is what the cluster derived from our credential; ``producer``
+    marks our blocks."""
+
+    def __init__(
+        self, blocks: BlockPlane[Any], state: StatePlane | None, tenant: TenantDigest, producer: Incarnation
+    ) -> None:
+        self._blocks = blocks
+        self._state = state
+        self._tenant = tenant
+        self._producer = producer
+        self._bound: dict[NamespaceId, Namespace] = {}
+        """Namespaces used so far, by the id the caller's object has: binding hashes the whole identity."""
+
+    def fetch(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        *,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Steps[Hit]:
+        """Fetch the longest known prefix of ``tokens``; emits each block as it is verified.
+
+        Raises ``TokenError`` for ids out of range and ``Refused`` for a namespace of another tenant.
+        """
+        keys = block_keys(self.bind(namespace), tokens, lineage=lineage, extra=extra)
+        return (yield from self._fetch(keys, namespace.block_tokens))
+
+    def follow(self, manifest: Manifest) -> Steps[Hit]:
+        """Fetch the blocks that a manifest names."""
+        return (yield from self._fetch(manifest.keys, manifest.block_tokens))
+
+    def publish(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        blocks: Sequence[Buffer],
+        *,
+        first_block: int = 0,
+        lineage: bytes = ROOT_LINEAGE,
+        extra: bytes = b"",
+    ) -> Steps[Published]:
+        """Publish the KV of blocks ``first_block, first_block + 1, ...`` of ``tokens``.
+
+        Args:
+            tokens: the whole prefix from its first token: a block's key depends on everything before it.
+            blocks: one contiguous buffer of ``namespace.block_bytes`` bytes a block, shape
+            ``namespace.block_shape``.
+
+        Raises ``PayloadError`` if the buffers do not fit the namespace or the tokens; nothing is written
+        then.
+        """
+        namespace = self.bind(namespace)
+        keys = block_keys(namespace, tokens, lineage=lineage, extra=extra)
+        if first_block < 0 or first_block + len(blocks) > len(keys):
+            raise PayloadError(
+                f"{len(blocks)} blocks from block {first_block} on, but {len(tokens)} tokens are "
+                f"{len(keys)} full blocks"
+            )
+        starts = [index * namespace.block_tokens for index in range(len(keys))]
+        return (yield from self._publish(namespace, keys, blocks, first_block, starts, lineage))
+
+    def append(
+        self,
+        agent: str,
+        session: str,
+        namespace: Namespace | None,
+        tokens: Sequence[int],
+        blocks: Sequence[Buffer],
+    ) -> Steps[Manifest]:
+        """Extend an agent's context and move its head: blocks first, so that whoever sees the head finds
+        them.
+
+        Args:
+            namespace: of the context; ``None`` = the one this context (or, for a new one, this client)
+            already uses.
+            blocks: the KV of the full blocks that these tokens complete, or empty to move the head only.
+
+        Raises what :meth:`publish` and ``StatePlane.put`` raise, and ``NamespaceError`` if the namespace is
+        not known or not the context's.
+        """
+        state, name = self.state(), record_name("context", agent, session)
+        head = yield from state.manifest(name)
+        namespace = self._namespace_of(head, namespace)
+        before = head or Manifest.empty(namespace)
+        after = before.append(tokens, namespace)
+        first = len(before.keys)
+        if blocks and len(blocks) != len(after.keys) - first:
+            raise PayloadError(
+                f"these tokens complete {len(after.keys) - first} blocks (blocks {first} to "
+                f"{len(after.keys) - 1} of the context); got {len(blocks)} buffers"
+            )
+        if blocks:
+            starts = [after.position(index * namespace.block_tokens) for index in range(len(after.keys))]
+            yield from self._publish(namespace, after.keys, blocks, first, starts, after.lineage)
+        yield from state.put([(name, after.encode(), None)])
+        return after
+
+    def head(self, agent: str, session: str) -> Steps[Manifest]:
+        """The head of an agent's context.  Raises ``Unavailable`` if there is none (yet), ``Conflict`` if it
+        forked."""
+        manifest = yield from self.state().manifest(record_name("context", agent, session))
+        if manifest is None:
+            raise Unavailable(f"agent {agent!r} has no context {session!r} (yet)")
+        return manifest
+
+    def follow_head(self, agent: str, session: str) -> Steps[Hit]:
+        """Fetch the blocks that the head of an agent's context names."""
+        manifest = yield from self.head(agent, session)
+        return (yield from self.follow(manifest))
+
+    def state_get(self, name: str, keys: Sequence[str]) -> Steps[list[StateValue]]:
+        return (yield from self.state().get([record_name("state", name, key) for key in keys]))
+
+    def state_put(
+        self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
+    ) -> Steps[list[Dots]]:
+        writes = [(record_name("state", name, key), value, context) for key, value in items]
+        versions = yield from self.state().put(writes)
+        return [version.context for version in versions]
+
+    def state_keys(self, name: str) -> Steps[list[str]]:
+        found = yield from self.state().names(record_name("state", name) + b"/")
+        return [record_path(record)[-1] for record in found]
+
+    def names(self, prefix: bytes) -> Steps[list[bytes]]:
+        return (yield from self.state().names(prefix))
+
+    def bind(self, namespace: Namespace) -> Namespace:
+        """``namespace`` under our tenant.  Raises ``Refused`` if it already names another."""
+        bound = self._bound.get(namespace.id)
+        if bound is None:
+            if namespace.tenant not in (b"", self._tenant):
+                raise Refused(
+                    "the namespace belongs to another tenant; leave .tenant empty, the cluster derives it"
+                )
+            bound = self._bound[namespace.id] = namespace.for_tenant(self._tenant)
+        return bound
+
+    def state(self) -> StatePlane:
+        if self._state is None:
+            raise Unavailable("this cluster has no shards, so it keeps no state")
+        return self._state
+
+    def _namespace_of(self, head: Manifest | None, namespace: Namespace | None) -> Namespace:
+        used = {bound.id: bound for bound in self._bound.values()}
+        if namespace is not None:
+            namespace = self.bind(namespace)
+        elif head is not None:
+            namespace = used.get(head.namespace)
+        elif len(used) == 1:
+            (namespace,) = used.values()
+        if namespace is None:
+            raise NamespaceError("which namespace is this context in? pass namespace=...")
+        if head is not None and head.namespace != namespace.id:
+            raise NamespaceError(
+                "this context was written in another namespace; use another session for another model"
+            )
+        return namespace
+
+    def _fetch(self, keys: Sequence[BlockKey], block_tokens: int) -> Steps[Hit]:
+        prefix: Prefix = yield from self._blocks.fetch(keys)
+        return Hit(tuple(keys), prefix.blocks, block_tokens)
+
+    def _publish(
+        self,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[Buffer],
+        first: int,
+        starts: Sequence[int],
+        lineage: bytes,
+    ) -> Steps[Published]:
+        payloads = [_payload(namespace, block) for block in blocks]
+
+        def build(index: int) -> BlockCopy:
+            at = first + index
+            parent = keys[at - 1] if at else NO_PARENT
+            payload = payloads[index]
+            header = header_for(
+                namespace,
+                keys[at],
+                parent,
+                payload,
+                logical_start=starts[at],
+                producer=self._producer,
+                lineage=lineage,
+            )
+            return BlockCopy(header, payload)
+
+        stored = yield from self._blocks.publish(keys[first : first + len(blocks)], build)
+        return Published(tuple(stored))
+
+
+def _payload(namespace: Namespace, block: Buffer) -> memoryview:
+    """The block's bytes as a flat view.  Raises ``PayloadError`` for a wrong size or a view with gaps."""
+    try:
+        view = memoryview(block)
+    except TypeError as error:
+        raise PayloadError(
+            f"a block is a bytes-like buffer (tensors: their numpy() view); {error}"
+        ) from error
+    if not view.c_contiguous or view.nbytes != namespace.block_bytes:
+        raise PayloadError(
+            f"a block of this namespace is {namespace.block_bytes} contiguous bytes, shape "
+            f"{namespace.block_shape} of {namespace.dtype}; got {view.nbytes} bytes, "
+            f"{'contiguous' if view.c_contiguous else 'with gaps'}"
+        )
+    return view.cast("B") if view.format != "B" or view.ndim != 1 else view

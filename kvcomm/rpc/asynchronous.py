@@ -1,0 +1,330 @@
+"""``AsyncPeers``: the asyncio client; one multiplexed connection a peer, and the driver that runs ``Steps`` over them.
+
+Requests of all operations share the connection to a peer and are matched by number.  An operation that ends early
+(cancelled, out of time) gives up its own requests only: their replies are thrown away when they come.  A request that is
+half sent then is sent to its end, so the buffers of a given-up *put* must still be left unchanged until the peer's answer or
+the end of the connection; blocks are protected by their checksum in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable, failure_to_error
+from kvcomm.rpc.session import Exchange, Identity, Session, lost_reason
+from kvcomm.rpc.sockets import connecting_result, start_connecting
+from kvcomm.rpc.stream import FrameStream
+from kvcomm.steps import Answer, Ask, Call, Emit, Park, Steps, Submit, Wait
+from kvcomm.wire.address import Address, parse_address
+from kvcomm.wire.messages import Failure, Ping, Welcome
+
+T = TypeVar("T")
+
+
+class Request:
+    """A started request; ``answer`` is set when it is done.  Belongs to one event loop."""
+
+    __slots__ = ("_done", "exchange", "timer")
+
+    def __init__(self, exchange: Exchange, done: Callable[[Answer], None] | None) -> None:
+        self.exchange = exchange
+        self.timer: asyncio.TimerHandle | None = None
+        self._done = done
+        exchange.done = self._finished
+
+    async def answer(self) -> Answer:
+        """Wait for it; at the latest the request's deadline brings a ``Failure``."""
+        if self.exchange.answer is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._done = lambda _: None if future.done() else future.set_result(None)
+            await future
+        assert self.exchange.answer is not None
+        return self.exchange.answer
+
+    def _finished(self, exchange: Exchange) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self._done is not None:
+            assert exchange.answer is not None
+            self._done(exchange.answer)
+
+
+class AsyncPeers:
+    """Connections by address, for one event loop."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        connect_timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.connect_timeout_s = connect_timeout_s
+        self.clock = clock
+        self._links: dict[str, _Link] = {}
+        self._closed = False
+
+    async def welcome(self, address: str, deadline: float) -> Welcome:
+        """What the server at ``address`` says of itself; connects if needed.
+
+        Raises:
+            KVCommError: unreachable, refused, or not in time.
+        """
+        answer = await self.start([Ask(address, Ping())], deadline)[0].answer()
+        if isinstance(answer.message, Failure):
+            raise failure_to_error(answer.message.code, answer.message.text, answer.message.detail)
+        link = self._links.get(address)
+        if link is None or link.session.welcome is None:
+            raise Unavailable(f"{address}: the connection ended")
+        return link.session.welcome
+
+    async def close(self) -> None:
+        """Close every connection; what is outstanding is answered with a failure."""
+        self._closed = True
+        for link in list(self._links.values()):
+            link.end(ConnectionAbortedError("this client is closed"))
+
+    def start(
+        self, asks: Sequence[Ask], deadline: float, done: Callable[[Answer], None] | None = None
+    ) -> list[Request]:
+        """Start requests without waiting; ``done`` is called for each when it has an answer (before this returns, if it
+        failed at once).
+
+        Raises:
+            ConfigError: an address is not one.
+        """
+        now = self.clock()
+        requests: list[Request] = []
+        touched: dict[str, _Link] = {}
+        for ask in asks:
+            until = deadline if ask.timeout_s is None else min(deadline, now + ask.timeout_s)
+            request = Request(Exchange(ask, until), done)
+            requests.append(request)
+            if not self._closed:
+                touched[ask.address] = self._enter(request.exchange)
+                if request.exchange.answer is None:
+                    delay_s = max(0.0, until - now)
+                    request.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, request)
+            else:
+                request.exchange.fail("this client is closed", now)
+        for link in touched.values():
+            link.flush()
+        return requests
+
+    def give_up(self, request: Request, reason: str) -> None:
+        """Nobody waits for it any more; its destination is not written to from now on."""
+        if request.exchange.answer is None:
+            self._links[request.exchange.ask.address].session.give_up(request.exchange, reason, self.clock())
+
+    def _expire(self, request: Request) -> None:
+        self.give_up(request, "no answer in time")
+
+    def _enter(self, exchange: Exchange) -> _Link:
+        address = exchange.ask.address
+        link = self._links.get(address)
+        if link is None:
+            link = _Link(address, self.identity, self.connect_timeout_s, self.clock, self._lost)
+            self._links[address] = link
+        exchange.reused = link.session.welcome is not None
+        link.session.start(exchange, self.clock())
+        return link
+
+    def _lost(self, link: _Link, error: Exception) -> None:
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        now = self.clock()
+        again: _Link | None = None
+        for exchange in link.session.lost():
+            if exchange.may_retry() and not self._closed:
+                exchange.retried = True
+                again = self._enter(exchange)
+            else:
+                exchange.fail(lost_reason(error), now, failure=link.session.refusal)
+        if again is not None:
+            again.flush()
+
+
+async def run_async(steps: Steps[T], peers: AsyncPeers, deadline: float) -> T:
+    """Run an operation to its end and return its result; what it emits is dropped.
+
+    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure`` answers; only
+    what ``steps`` raises itself is raised here.  Cancellation closes ``steps`` and gives its requests up.
+    """
+    operation = _Operation(peers, deadline)
+    try:
+        step = next(steps)
+        while True:
+            step = steps.send(await operation.perform(step))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        operation.close()
+        steps.close()
+
+
+async def iterate_async(steps: Steps[Any], peers: AsyncPeers, deadline: float) -> AsyncIterator[Any]:
+    """Run an operation as far as each item that it emits.  ``aclose()`` gives the rest up."""
+    operation = _Operation(peers, deadline)
+    try:
+        step = next(steps)
+        while True:
+            if type(step) is Emit:
+                yield step.item
+            step = steps.send(await operation.perform(step))
+    except StopIteration:
+        return
+    finally:
+        operation.close()
+        steps.close()
+
+
+class _Operation:
+    def __init__(self, peers: AsyncPeers, deadline: float) -> None:
+        self._peers = peers
+        self._deadline = deadline
+        self._requests: list[Request] = []
+
+    async def perform(self, step: Submit | Wait | Park | Emit) -> list[Call] | Answer | bool | None:
+        if type(step) is Wait:
+            request: Request = step.call.handle
+            return request.exchange.answer or await request.answer()
+        if type(step) is Submit:
+            started = self._peers.start(step.asks, self._deadline)
+            self._requests = [
+                request for request in self._requests if request.exchange.answer is None
+            ] + started
+            return [Call(request.exchange.ask, request) for request in started]
+        if type(step) is Park:
+            return await self._park(step)
+        return None
+
+    def close(self) -> None:
+        for request in self._requests:
+            self._peers.give_up(request, "given up by its operation")
+
+    async def _park(self, park: Park) -> bool:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def call() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody is parked any more
+                loop.call_soon_threadsafe(done.set)
+
+        park.waiter.add_callback(call)
+        left_s = self._deadline - self._peers.clock()
+        timeout_s = left_s if park.timeout_s is None else min(left_s, park.timeout_s)
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await done.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class _Link:
+    """One connection: being resolved, connecting, greeting, open, ended."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        connect_timeout_s: float,
+        clock: Callable[[], float],
+        lost: Callable[[_Link, Exception], None],
+    ) -> None:
+        self.address = address
+        self.session = Session(identity)
+        self._clock = clock
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._stream: FrameStream | None = None
+        self._ended = False
+        target = parse_address(address)
+        self._greet_timer = self._loop.call_later(
+            connect_timeout_s, self.end, TimeoutError("no connection and welcome in time")
+        )
+        self._resolving: asyncio.Task[None] | None = None
+        if target.path or _is_literal(target.host):
+            self._loop.call_soon(self._connect, target)
+        else:
+            self._resolving = self._loop.create_task(self._resolve(target))
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
+    def end(self, error: Exception) -> None:
+        """Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self._greet_timer.cancel()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        if self._stream is not None:
+            self._stream.close()
+        elif self._socket is not None:
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+        self._lost(self, error)
+
+    async def _resolve(self, target: Address) -> None:
+        try:
+            found = await self._loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            self.end(error)
+        else:
+            self._connect(Address(host=str(found[0][4][0]), port=target.port))
+
+    def _connect(self, target: Address) -> None:
+        if self._ended:
+            return
+        try:
+            self._socket = start_connecting(target, 0.0)
+        except OSError as error:
+            self.end(error)
+        else:
+            self._loop.add_writer(self._socket.fileno(), self._connected)
+
+    def _connected(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_writer(self._socket.fileno())
+        try:
+            connecting_result(self._socket)
+        except OSError as error:
+            self.end(error)
+            return
+        session = self.session
+        self._stream = FrameStream(
+            self._loop, self._socket, reader=session.reader, outbox=session.outbox, received=self._received,
+            lost=self.end, drained=self._drained,
+        )  # fmt: skip
+        self._stream.flush()
+
+    def _received(self, received_bytes: int) -> None:
+        self.session.received(received_bytes, self._clock())
+        if self.session.welcome is not None:
+            self._greet_timer.cancel()
+        if self.session.outbox:
+            self.flush()
+
+    def _drained(self) -> None:
+        self.session.pump(self._clock())
+        if self.session.outbox:
+            self.flush()
+
+
+def _is_literal(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            socket.inet_pton(family, host)
+            return True
+    return False

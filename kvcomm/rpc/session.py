@@ -1,0 +1,213 @@
+"""``Session``: the client's side of one connection, sans I/O; the blocking and the asyncio client both drive it.
+
+Theory of operation.  A session greets first: ``Hello`` goes out at once, and every request is *held* until ``Welcome`` has
+come, so that a request to a server that never answered was certainly not received.  Then held requests move to the outbox
+as long as it is below its high-water mark.  An :class:`Exchange` walks through::
+
+    held -> queued -> sent (its last byte was taken) -> begun (its reply arrives) -> answered
+       \\________\\_______\\_____________________________\\-> failed
+
+``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, or idempotent), else
+``outcome_unknown``.  An exchange that was given up stays in the table until its reply has been thrown away, so that no late
+byte is written to a destination that the caller has back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcomm.block import BlockKey, Incarnation, block_keys
+from kvcomm.errors import Corrupt, KVCommError, TooLarge
+from kvcomm.namespace import Namespace
+from kvcomm.steps import Answer, Ask
+from kvcomm.wire.frames import Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
+from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox, Parcel
+
+_HELLO_NUMBER = 0
+
+
+def _key_vector() -> BlockKey:
+    """Key of a block that never changes: two sides that derive another one would never find each other's blocks."""
+    vector = Namespace(
+        model="kvcomm/vector", revision="1", tokenizer="1", vocab_size=64, dtype="float16", layout="LKHTD", layers=2,
+        kv_heads=2, head_dim=8, block_tokens=4, rope="default", rope_parameters={"theta": 10000.0},
+    )  # fmt: skip
+    tokens = range(2 * vector.block_tokens)
+    return block_keys(vector, tokens, lineage=bytes(range(32)), extra=b"vector")[-1]
+
+
+KEY_VECTOR: Final[bytes] = _key_vector()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who we are in ``Hello``."""
+
+    token: str = field(repr=False)
+    caller: Incarnation
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One request on its way, and its answer once there is one."""
+
+    ask: Ask
+    deadline: float
+    """Absolute monotonic seconds."""
+    done: Callable[[Exchange], None] | None = None
+    """Called once with the answer set (the asyncio client's way to hear of it)."""
+    answer: Answer | None = None
+    sent: bool = False
+    """Whether the whole request left this process."""
+    begun: bool = False
+    """Whether its reply has started to arrive."""
+    reused: bool = False
+    """Whether it went to a connection that stood before: one that may turn out dead without anybody having read it."""
+    retried: bool = False
+    number: int = 0
+    parcel: Parcel | None = None
+
+    def finish(self, answer: Answer) -> None:
+        if self.answer is not None:
+            return
+        self.answer = answer
+        self.parcel = None
+        if self.done is not None:
+            self.done(self)
+
+    def fail(self, reason: str, now: float, *, failure: Failure | None = None) -> None:
+        """Finish without a reply; ``failure`` is the peer's own word where there is one."""
+        if failure is None or self.sent:
+            certain = self.ask.message.idempotent or not self.sent
+            code = "unavailable" if certain else "outcome_unknown"
+            failure = Failure(code, f"{self.ask.address}: {reason}")
+        self.finish(Answer(failure, [], now))
+
+    def may_retry(self) -> bool:
+        """Whether it is worth sending once more, can do no harm, and its destination was not touched."""
+        return (
+            self.reused
+            and not self.retried
+            and not self.begun
+            and (self.ask.message.idempotent or not self.sent)
+        )
+
+    def _left(self, whole: bool) -> None:
+        self.sent = whole
+
+
+class Session:
+    """Numbers requests, matches replies, knows what was sent.  The driver moves bytes: ``outbox`` and ``reader``."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.outbox = Outbox()
+        self.reader = FrameReader(self._sink)
+        self.welcome: Welcome | None = None
+        self.refusal: Failure | None = None
+        """What the server said instead of ``Welcome``."""
+        self._held: deque[Exchange] = deque()
+        self._pending: dict[int, Exchange] = {}
+        self._last_number = _HELLO_NUMBER
+        hello = Hello(PROTOCOL_VERSION, identity.token, identity.caller, KEY_VECTOR)
+        self.outbox.put(encode_frame(_HELLO_NUMBER, hello))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is outstanding: such a connection cannot be handed to another operation."""
+        return bool(self._pending or self._held or self.outbox or self.welcome is None)
+
+    def start(self, exchange: Exchange, now: float) -> None:
+        """Take a request on.  One that is over the wire's bounds fails at once."""
+        exchange.sent, exchange.parcel = False, None
+        if self._held or not self._open:
+            self._held.append(exchange)
+        else:
+            self._queue(exchange, now)
+
+    def pump(self, now: float) -> None:
+        """Move held requests to the outbox while it takes them; call after bytes were sent."""
+        while self._held and self._open:
+            exchange = self._held.popleft()
+            if exchange.answer is None:
+                self._queue(exchange, now)
+
+    def received(self, received_bytes: int, now: float) -> None:
+        """So many bytes have arrived in ``reader.buffer()``.
+
+        Raises:
+            Corrupt, TooLarge: not our protocol; the connection must be dropped.
+        """
+        for frame in self.reader.advance(received_bytes):
+            exchange = self._pending.pop(frame.request, None)
+            if exchange is not None:
+                exchange.finish(Answer(frame.message, frame.payload, now))
+            elif frame.request == _HELLO_NUMBER and self.welcome is None:
+                self._greeted(frame, now)
+            else:
+                raise Corrupt(f"reply to request {frame.request}, which is not outstanding")
+
+    def give_up(self, exchange: Exchange, reason: str, now: float) -> bool:
+        """Answer with a failure; whatever still comes for it touches neither its destination nor its caller.
+
+        False = the request has been sent in part, and its buffers, which the caller may reuse, are still referred to.
+        """
+        parcel, clean = exchange.parcel, True
+        if parcel is not None and self.outbox.withdraw(parcel):
+            del self._pending[exchange.number]
+        elif parcel is not None:
+            self.reader.discard(exchange.number)
+            clean = exchange.sent
+        exchange.fail(reason, now)
+        return clean
+
+    def lost(self) -> list[Exchange]:
+        """The connection is gone; the unanswered exchanges, in order.  The session is of no further use."""
+        left = [*self._pending.values(), *self._held]
+        self._pending.clear()
+        self._held.clear()
+        self.outbox.clear()
+        return [exchange for exchange in left if exchange.answer is None]
+
+    @property
+    def _open(self) -> bool:
+        return self.welcome is not None and self.outbox.unsent_bytes < HIGH_WATER_BYTES
+
+    def _queue(self, exchange: Exchange, now: float) -> None:
+        self._last_number += 1
+        try:
+            frame = encode_frame(self._last_number, exchange.ask.message, exchange.ask.payload)
+        except TooLarge as error:
+            exchange.fail(error.message, now, failure=Failure(error.code, error.message))
+            return
+        exchange.number = self._last_number
+        exchange.parcel = self.outbox.put(frame, exchange._left)
+        self._pending[exchange.number] = exchange
+
+    def _greeted(self, frame: Frame, now: float) -> None:
+        if isinstance(frame.message, Failure):
+            self.refusal = frame.message
+            raise Corrupt(f"refused: {frame.message.text}")
+        if not isinstance(frame.message, Welcome):
+            raise Corrupt(f"{type(frame.message).__name__} in place of Welcome")
+        self.welcome = frame.message
+        self.pump(now)
+
+    def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        exchange = self._pending.get(number)
+        if exchange is None:
+            raise Corrupt(f"payload for request {number}, which is not outstanding")
+        if exchange.answer is not None:
+            return discard(payload_bytes)
+        exchange.begun = True
+        return exchange.ask.sink(number, message, payload_bytes) if exchange.ask.sink else None
+
+
+def lost_reason(error: Exception) -> str:
+    """What to tell the caller of a connection that failed with ``error``."""
+    if isinstance(error, KVCommError):
+        return error.message
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

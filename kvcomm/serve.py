@@ -1,0 +1,353 @@
+"""``DataServer``: the server's side of the data wire, on an event loop.
+
+Theory of operation.  Every accepted connection first says ``Hello``: protocol, credential and key vector are checked, and
+only then its messages reach the :class:`Service`, under an :class:`Origin` whose tenant the server derived.  Bounds before
+trust: until ``Hello`` was accepted a peer may send a few KiB within a few seconds.  After that a connection is read only
+while its unanswered requests and its unsent bytes are below their bounds (one read, 64 KiB of requests, may overshoot them).
+What one peer does wrong closes its own connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from kvcomm.block import Buffer, Incarnation
+from kvcomm.credentials import Credentials
+from kvcomm.errors import KVCommError, Refused, TooLarge
+from kvcomm.machine import ConnectionId, Origin
+from kvcomm.rpc.session import KEY_VECTOR
+from kvcomm.rpc.sockets import listen, tune
+from kvcomm.rpc.stream import STALL_S, FrameStream
+from kvcomm.wire.address import Address, parse_address
+from kvcomm.wire.frames import MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Ping, Pong, Welcome
+from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox
+
+T = TypeVar("T")
+
+
+class ReplyFunction(Protocol):
+    """Answers one request, once."""
+
+    def __call__(
+        self, message: Message, payload: Sequence[Buffer] = (), left: Callable[[], None] | None = None, /
+    ) -> None:
+        """``left`` is called once: when the payload's bytes have left, or when the connection died before; until then they
+        must not change."""
+        ...
+
+
+HELLO_BYTES_MAX = 4096
+UNPLACED_BYTES_MAX = 16 << 20
+"""Largest payload that is received into a fresh buffer, when the service names no destination."""
+
+_ACCEPTS_MAX = 64
+_ACCEPT_PAUSE_S = 0.5
+_connection_ids = itertools.count(1)
+_log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What a server does with messages.  All calls come from the event loop's thread."""
+
+    def welcome(self, origin: Origin) -> tuple[str, int]:
+        """A caller was accepted.  (path of the region with its blocks or "", ring epoch)."""
+        ...
+
+    def sink(self, origin: Origin, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        """Where the payload of a request is received; ``None`` = a fresh buffer.
+
+        A ``KVCommError`` that it raises is the reply; the payload is thrown away and ``handle`` is not called.
+        """
+        ...
+
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        """A whole request is here.  Call ``reply`` once, now or later, or raise a ``KVCommError`` that is the reply."""
+        ...
+
+    def closed(self, connection: ConnectionId) -> None:
+        """The connection ended.  Called once for every connection that was welcomed; nothing is received for it any more."""
+        ...
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` on uvloop where it is installed: a small request costs a quarter less on a unix socket."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+class DataServer:
+    """Serves one :class:`Service` at any number of addresses."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        node: str,
+        role: str,
+        instance: str,
+        incarnation: Incarnation,
+        credentials: Credentials,
+        connections_max: int = 4096,
+        outstanding_max: int = 256,
+        payload_bytes_max: int = 1 << 30,
+        hello_timeout_s: float = 5.0,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """
+        Args:
+            connections_max: further connections are closed at once.
+            outstanding_max: unanswered requests of one connection; at the bound it is not read.
+            payload_bytes_max: a frame that announces more ends its connection.
+            stall_s: a peer that does not take its replies for so long, or leaves a payload unfinished for one to two times
+                as long, is disconnected.
+        """
+        self.service = service
+        self.node = node
+        self.role = role
+        self.instance = instance
+        self.incarnation = incarnation
+        self.credentials = credentials
+        self.outstanding_max = outstanding_max
+        self.payload_bytes_max = payload_bytes_max
+        self.hello_timeout_s = hello_timeout_s
+        self.stall_s = stall_s
+        self._connections_max = connections_max
+        self._connections: dict[ConnectionId, _Accepted] = {}
+        self._listening: dict[socket.socket, tuple[Address, int]] = {}
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._connections)
+
+    async def start(self, addresses: Sequence[str]) -> list[str]:
+        """Listen at every address (``tcp://127.0.0.1:0``, ``unix:///path.sock``); the bound addresses in the same order.
+
+        Raises:
+            Refused: an address is in use or cannot be bound; then none is listened on.
+            ConfigError: not an address.
+        """
+        bound: list[str] = []
+        try:
+            for address in map(parse_address, addresses):
+                listening, at = listen(address)
+                self._listening[listening] = (at, os.stat(at.path).st_ino if at.path else 0)
+                asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
+                bound.append(str(at))
+        except BaseException:
+            await self.close()
+            raise
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening and drop every connection.  Idempotent."""
+        listening, self._listening = self._listening, {}
+        for server, (address, inode) in listening.items():
+            asyncio.get_running_loop().remove_reader(server.fileno())
+            server.close()
+            if address.path:
+                with suppress(FileNotFoundError):
+                    if os.stat(address.path).st_ino == inode:  # a successor may have taken the path over
+                        os.unlink(address.path)
+        for connection in list(self._connections.values()):
+            connection.end(ConnectionAbortedError("the server is closing"))
+
+    def forget(self, connection: ConnectionId) -> None:
+        """One of our connections has ended."""
+        del self._connections[connection]
+
+    def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTS_MAX):
+            try:
+                accepted, _ = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                _log.warning("cannot accept for %s s: %s", _ACCEPT_PAUSE_S, error.strerror)
+                loop.remove_reader(listening.fileno())
+                loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, listening)
+                return
+            if len(self._connections) >= self._connections_max:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            tune(accepted)
+            connection = ConnectionId(next(_connection_ids))
+            self._connections[connection] = _Accepted(self, accepted, connection)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
+
+
+class _Accepted:
+    """One connection: greeting, then open, then ended."""
+
+    def __init__(self, server: DataServer, connection: socket.socket, number: ConnectionId) -> None:
+        self._server = server
+        self._service = server.service
+        self._number = number
+        self._reader = FrameReader(self._sink, message_bytes_max=HELLO_BYTES_MAX, payload_bytes_max=0)
+        self._outbox = Outbox()
+        self._origin: Origin | None = None
+        self._refused: dict[int, KVCommError] = {}
+        self._outstanding = 0
+        self._corked = False
+        self._ended = False
+        loop = asyncio.get_running_loop()
+        self._hello_timer = loop.call_later(
+            server.hello_timeout_s, self.end, TimeoutError("no Hello in time")
+        )
+        self._stream = FrameStream(
+            loop, connection, reader=self._reader, outbox=self._outbox, received=self._received, lost=self.end,
+            drained=self._regulate, stall_s=server.stall_s,
+        )  # fmt: skip
+
+    def end(self, error: Exception) -> None:
+        """Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if not isinstance(error, OSError):
+            _log.warning("connection %d of node %s dropped: %s", self._number, self._server.node, error)
+        self._hello_timer.cancel()
+        self._stream.close()
+        self._server.forget(self._number)
+        if self._origin is not None:
+            self._service.closed(self._number)
+
+    def answer(
+        self, number: int, message: Message, payload: Sequence[Buffer], left: Callable[[], None] | None
+    ) -> None:
+        """Send a reply; several of one batch leave together."""
+        if self._ended:
+            if left is not None:
+                left()
+            return
+        self._outstanding -= 1
+        try:
+            frame = encode_frame(number, message, payload)
+        except TooLarge as error:
+            if left is not None:
+                left()
+            left, frame = None, encode_frame(number, Failure(error.code, error.message))
+        self._outbox.put(frame, None if left is None else lambda _: left())
+        if not self._corked:
+            self._stream.flush()
+            self._regulate()
+
+    def _received(self, received_bytes: int) -> None:
+        self._corked = True
+        try:
+            for frame in self._reader.advance(received_bytes):
+                if self._origin is None:
+                    self._greet(frame)
+                else:
+                    self._request(self._origin, frame)
+        except KVCommError as error:
+            self._say_goodbye(error)
+            return
+        except Exception as error:
+            self.end(error)  # a bug of ours or the service's; the loop's exception handler reports it
+            raise
+        finally:
+            self._corked = False
+        if self._outbox:
+            self._stream.flush()
+        self._regulate()
+
+    def _greet(self, frame: Frame) -> None:
+        hello, server = frame.message, self._server
+        if not isinstance(hello, Hello):
+            raise Refused(f"the first message must be Hello, not {type(hello).__name__}")
+        if hello.protocol != PROTOCOL_VERSION:
+            raise Refused(
+                f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}; use equal versions"
+            )
+        if hello.key_vector != KEY_VECTOR:
+            raise Refused("this client derives other block keys than the server; use equal versions")
+        tenant = server.credentials.tenant_digest(server.credentials.tenant_of(hello.token))
+        origin = Origin(self._number, frame.request, tenant, hello.caller)
+        region, epoch = self._service.welcome(origin)
+        self._origin = origin
+        self._hello_timer.cancel()
+        self._reader.message_bytes_max = MESSAGE_BYTES_MAX
+        self._reader.payload_bytes_max = server.payload_bytes_max
+        welcome = Welcome(
+            server.node, server.role, server.instance, server.incarnation, tenant, region, epoch
+        )
+        self._outbox.put(encode_frame(frame.request, welcome))
+
+    def _request(self, origin: Origin, frame: Frame) -> None:
+        self._outstanding += 1
+        reply = _Reply(self, frame.request)
+        try:
+            if frame.request in self._refused:
+                raise self._refused.pop(frame.request)
+            if isinstance(frame.message, Ping):
+                reply(Pong())
+            else:
+                self._service.handle(self._asked(origin, frame.request), frame.message, frame.payload, reply)
+        except KVCommError as error:
+            reply(Failure(error.code, error.message, error.detail))
+
+    def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        assert self._origin is not None, "no payload is taken before Hello"
+        try:
+            pieces = self._service.sink(self._asked(self._origin, number), message, payload_bytes)
+            if pieces is None and payload_bytes > UNPLACED_BYTES_MAX:
+                raise TooLarge(f"{type(message).__name__} takes at most {UNPLACED_BYTES_MAX} payload bytes")
+        except KVCommError as error:
+            self._refused[number] = error
+            return discard(payload_bytes)
+        return pieces
+
+    @staticmethod
+    def _asked(caller: Origin, number: int) -> Origin:
+        return Origin(caller.connection, number, caller.tenant, caller.caller)
+
+    def _regulate(self) -> None:
+        """Read only what can be answered."""
+        if self._outstanding < self._server.outstanding_max and self._outbox.unsent_bytes < HIGH_WATER_BYTES:
+            self._stream.resume_reading()
+        else:
+            self._stream.pause_reading()
+
+    def _say_goodbye(self, error: KVCommError) -> None:
+        """Tell the peer why, if it takes one more small frame at once, and close."""
+        self._outbox.put(encode_frame(0, Failure(error.code, error.message)))
+        self._stream.flush()
+        self.end(error)
+
+
+class _Reply:
+    """The reply function of one request."""
+
+    __slots__ = ("_connection", "_number")
+
+    def __init__(self, connection: _Accepted, number: int) -> None:
+        self._connection: _Accepted | None = connection
+        self._number = number
+
+    def __call__(
+        self, message: Message, payload: Sequence[Buffer] = (), left: Callable[[], None] | None = None
+    ) -> None:
+        connection, self._connection = self._connection, None
+        assert connection is not None, f"request {self._number} was answered twice"
+        connection.answer(self._number, message, payload, left)

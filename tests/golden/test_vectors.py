@@ -1,0 +1,34 @@
+"""The recorded bytes are what the code computes today, on every machine and under every seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcomm.block import BlockHeader
+from kvcomm.manifest import Manifest
+from tests.golden import vectors
+
+COMPUTED = vectors.computed()
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, values in COMPUTED.items() for case in values]
+)
+def test_the_format_is_the_recorded_one(name: str, case: str):
+    assert COMPUTED[name][case] == vectors.recorded(name)[case]
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_nothing_recorded_is_left_untested(name: str):
+    assert vectors.recorded(name).keys() == COMPUTED[name].keys()
+
+
+@pytest.mark.parametrize("name", ["exact", "approximate"])
+def test_a_recorded_header_is_still_read(name: str):
+    header = BlockHeader.unpack(bytes.fromhex(vectors.recorded("headers")[name]))
+    assert header == vectors.header(name == "approximate")
+    assert header.approximate == (name == "approximate")
+
+
+def test_a_recorded_manifest_is_still_read():
+    assert Manifest.decode(bytes.fromhex(vectors.recorded("manifests")["jump"])) == vectors.manifest()

@@ -1,0 +1,113 @@
+"""The format as fixed bytes.  A change of a key or header format shows here before it shows as a cold cache.
+
+``python -m tests.golden.vectors`` writes the files anew; the diff is then the change of format to be
+reviewed, and the domain strings and versions have to change with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvcomm.block import BlockHeader, BlockKey, Incarnation, block_keys, header_for
+from kvcomm.canonical import canonical_bytes
+from kvcomm.manifest import Manifest
+from kvcomm.namespace import TenantDigest
+from tests.namespaces import namespace
+
+DIRECTORY = Path(__file__).parent
+TENANT = TenantDigest(bytes(range(16)))
+LINEAGE = bytes(range(32))
+TOKENS = [(7 * index * index + 3) % 1_000 for index in range(70)]
+
+VALUES: dict[str, Any] = {
+    "none": None,
+    "true": True,
+    "zero": 0,
+    "minus one": -1,
+    "128, which needs a second byte for its sign": 128,
+    "a big integer": -(2**70),
+    "one as a float": 1.0,
+    "minus zero": -0.0,
+    "infinity": math.inf,
+    "text": "KV-Zwischenspeicher für Agenten 🧠",
+    "bytes": b"\x00\xff",
+    "empty list": [],
+    "nested": {"b": [1, 2.5, None], "a": {"": b""}, "ab": "x"},
+}
+
+NAMESPACES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tenant": {"tenant": TENANT},
+    "everything": {
+        "adapter": "lora/coder",
+        "adapter_revision": "7",
+        "tp_rank": 1,
+        "tp_size": 2,
+        "pp_rank": 2,
+        "pp_size": 3,
+        "dtype": "bfloat16",
+        "block_tokens": 32,
+        "rope": "yarn",
+        "rope_parameters": {"theta": 1_000_000.0, "factor": 4.0, "original": 4096},
+        "approximate": True,
+        "attention": {"windows": [None, 512], "qk_norm": "rms"},
+        "tenant": TENANT,
+    },
+}
+
+KEYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "tenant": ("tenant", {}),
+    "another start": ("plain", {"logical_start": 5}),
+    "after a cut": ("plain", {"positions": [*range(20), *range(50, 100)], "lineage": LINEAGE}),
+    "under a parent": ("plain", {"parent": BlockKey(bytes(reversed(range(32))))}),
+    "with an extra": ("plain", {"extra": b"image"}),
+    "everything": ("everything", {}),
+}
+
+
+def header(approximate: bool) -> BlockHeader:
+    ns = namespace(**NAMESPACES["everything" if approximate else "plain"])
+    payload = bytes(index * 31 % 256 for index in range(ns.block_bytes))
+    parent, key = block_keys(ns, TOKENS[: 2 * ns.block_tokens])
+    made = header_for(
+        ns, key, parent, memoryview(payload), logical_start=ns.block_tokens, producer=Incarnation(2**64 - 3)
+    )
+    return made if approximate else BlockHeader.unpack(made.pack()[:248] + (77).to_bytes(8, "little"))
+
+
+def manifest() -> Manifest:
+    ns = namespace(tenant=TENANT)
+    start = Manifest.empty(ns, logical_start=3, lineage=LINEAGE)
+    return start.append(TOKENS[:40], ns).append(TOKENS[40:], ns, position=90)
+
+
+def computed() -> dict[str, dict[str, Any]]:
+    """File name -> what it should hold."""
+    return {
+        "canonical": {name: canonical_bytes(value).hex() for name, value in VALUES.items()},
+        "namespaces": {name: namespace(**changes).id.hex() for name, changes in NAMESPACES.items()},
+        "keys": {
+            name: [key.hex() for key in block_keys(namespace(**NAMESPACES[where]), TOKENS, **how)]
+            for name, (where, how) in KEYS.items()
+        },
+        "headers": {name: header(name == "approximate").pack().hex() for name in ("exact", "approximate")},
+        "manifests": {"jump": manifest().encode().hex()},
+    }
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((DIRECTORY / f"{name}.json").read_text())
+
+
+def record() -> None:
+    for name, values in computed().items():
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        (DIRECTORY / f"{name}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    record()

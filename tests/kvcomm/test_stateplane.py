@@ -1,0 +1,135 @@
+"""Names, remembered contexts and context heads, over a fake ``Records`` that says what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcomm import stateplane
+from kvcomm.errors import Conflict, Corrupt, TooLarge
+from kvcomm.manifest import Manifest
+from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
+from kvcomm.steps import Steps
+from kvcomm.tier import RecordAnswer
+from kvcomm.wire.messages import VALUE_BYTES_MAX, RecordVersion, RecordWrite
+from tests.kvcomm.test_blockplane import NAMESPACE, run
+
+
+@dataclass
+class FakeRecords:
+    answers: dict[bytes, RecordAnswer] = field(default_factory=dict)
+    written: list[RecordWrite] = field(default_factory=list)
+
+    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+        yield from ()
+        return [self.answers.get(key, RecordAnswer((), {}, False)) for key in keys]
+
+    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+        self.written += writes
+        yield from ()
+        return [
+            RecordVersion("a", len(self.written), {**write.context, "a": len(self.written)}, 1)
+            for write in writes
+        ]
+
+    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
+        yield from ()
+        return sorted(key for key in self.answers if key.startswith(prefix))
+
+
+def plane(records: FakeRecords) -> StatePlane:
+    return StatePlane(records, observe=lambda answer: None)
+
+
+parts = st.lists(st.text(min_size=1), min_size=1, max_size=4)
+
+
+@given(parts)
+def test_names_and_paths_are_inverses(path: list[str]) -> None:
+    assert record_path(record_name(*path)) == tuple(path)
+
+
+@given(parts, parts)
+def test_different_paths_have_different_names_and_prefixes_end_at_parts(
+    one: list[str], other: list[str]
+) -> None:
+    assert (record_name(*one) == record_name(*other)) == (one == other)
+    below = record_name(*other).startswith(record_name(*one) + b"/")
+    assert below == (len(other) > len(one) and other[: len(one)] == one)
+
+
+def test_empty_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        record_name("state", "")
+
+
+def test_a_put_replaces_what_was_read_unless_told_otherwise() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"old",), {"b": 4}, True)})
+    state = plane(records)
+    run(state.put([(b"n", b"blind", None)]))
+    assert run(state.get([b"n"])) == [StateValue((b"old",), {"b": 4}, True)]
+    run(state.put([(b"n", b"after read", None)]))
+    run(state.put([(b"n", b"after own write", None)]))
+    run(state.put([(b"n", b"explicit", {"c": 9})]))
+    run(state.put([(b"n", None, None)]))
+    assert [write.context for write in records.written] == [
+        {},
+        {"b": 4},
+        {"b": 4, "a": 2},
+        {"c": 9},
+        {"c": 9, "a": 4},
+    ]
+    assert records.written[-1].value is None
+
+
+def test_a_value_over_the_limit_writes_nothing() -> None:
+    records = FakeRecords()
+    with pytest.raises(TooLarge, match="limit"):
+        run(plane(records).put([(b"a", b"fine", None), (b"b", bytes(VALUE_BYTES_MAX + 1), None)]))
+    assert records.written == []
+
+
+def test_the_memory_of_contexts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stateplane, "CONTEXTS_MAX", 2)
+    records = FakeRecords({name: RecordAnswer((b"v",), {"x": 1}, False) for name in (b"a", b"b", b"c")})
+    state = plane(records)
+    run(state.get([b"a", b"b", b"c"]))
+    run(state.put([(b"a", b"", None), (b"c", b"", None)]))
+    assert [write.context for write in records.written] == [{}, {"x": 1}]
+
+
+def test_one_value_and_siblings() -> None:
+    assert StateValue((), {}, False).value is None
+    assert StateValue((b"v",), {}, False).value == b"v"
+    with pytest.raises(Conflict, match="2 concurrent"):
+        assert StateValue((b"v", b"w"), {}, False).value
+
+
+def head_of(*values: bytes) -> Manifest | None:
+    return run(plane(FakeRecords({b"n": RecordAnswer(values, {"a": 1}, False)})).manifest(b"n"))
+
+
+def test_a_context_without_head_is_none() -> None:
+    assert head_of() is None
+
+
+def test_of_two_siblings_the_longer_extension_is_the_head() -> None:
+    shorter = Manifest.empty(NAMESPACE).append([1, 2, 3], NAMESPACE)
+    longer = shorter.append([4, 5], NAMESPACE)
+    assert head_of(longer.encode(), shorter.encode()) == longer
+    assert head_of(shorter.encode(), longer.encode()) == longer
+
+
+def test_siblings_that_went_different_ways_are_a_conflict() -> None:
+    root = Manifest.empty(NAMESPACE).append([1, 2, 3], NAMESPACE)
+    with pytest.raises(Conflict, match="different ways"):
+        head_of(root.append([4], NAMESPACE).encode(), root.append([5, 6], NAMESPACE).encode())
+
+
+def test_a_head_that_is_no_manifest_is_corrupt() -> None:
+    with pytest.raises(Corrupt):
+        head_of(b"junk")
