@@ -10,6 +10,7 @@ Nodes and operators' tools load gRPC, agents never do: a call costs 0.5 ms again
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +39,9 @@ from kvcomm.wire import control_pb2 as pb
 from kvcomm.wire import control_pb2_grpc
 from kvcomm.wire.control_codec import NodeStatus
 from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
+
+# Read at gRPC's first use.  Its default also tells the terminal of every peer's orderly goodbye.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 MESSAGE_BYTES_MAX = 32 << 20
 """Largest message either side accepts."""
