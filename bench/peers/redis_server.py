@@ -46,6 +46,8 @@ def redis_server() -> Iterator[RedisServer | str]:
             }
             _wait_for(process, path, clients["unix"])
             yield RedisServer(clients, str(clients["unix"].info("server")["redis_version"]))
+            for client in clients.values():
+                client.close()
         finally:
             process.terminate()
             process.wait(START_DEADLINE_S)
