@@ -208,7 +208,7 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
 
     ring, tenant = _greet(door, peers, deadline)
     cache, network = settings.cache, settings.network
-    near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, cache.l1_negative_entries)
+    near = L1Tier(cache.l1_size_bytes, negative_ttl_s=cache.l1_negative_ttl_s)
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
     l2 = None
     if pool is not None and "shm" in network.transports:

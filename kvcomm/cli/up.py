@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from controller.supervisor import NodeSpec
     from kvcomm.config import Config
     from kvcomm.instance import Instance
+    from kvcomm.machine import Event
+    from kvcomm.wire.messages import RingMap
 
 
 def up(
@@ -82,7 +84,7 @@ async def _run(cluster: Instance, settings: Config, config: Path | None, lifelin
 
     stop = stop_event(lifeline)
     server = _supervisor(cluster, settings, config)
-    server.on_ready = lambda: _say_ready(cluster, server, lifeline)
+    server.on_ready = lambda: _say_ready(cluster, settings, lifeline)
     await server.run(stop)
 
 
@@ -128,3 +130,49 @@ def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
             remote = next((each for each in record.addresses if each.startswith("tcp:")), "")
             return Registration(remote, local, record.control)
     return None
+
+
+def _hand_ring(cluster: Instance) -> Callable[[str, RingMap], Awaitable[bool]]:
+    """Gives a shard its map over the control wire; the call blocks a worker thread, not the loop."""
+    from kvcomm.control import ControlClient
+    from kvcomm.credentials import NODE_TENANT
+    from kvcomm.errors import KVCommError
+
+    token = cluster.credentials().token(NODE_TENANT)
+
+    def hand(control: str, ring: RingMap) -> bool:
+        try:
+            with ControlClient(control, token) as client:
+                return client.set_ring(ring, timeout_s=2.0) >= ring.epoch
+        except KVCommError as error:
+            sys.stderr.write(f"kvcomm: {control} did not take ring epoch {ring.epoch}: {error.message}\n")
+            return False
+
+    return lambda control, ring: asyncio.to_thread(hand, control, ring)
+
+
+def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
+    from kvcomm.embedded import READY_LINE
+
+    if lifeline:
+        sys.stdout.buffer.write(READY_LINE)
+        sys.stdout.buffer.flush()
+        return
+    nodes = ", ".join(record.node for record in cluster.nodes())
+    sys.stdout.write(f"cluster {cluster.name!r} is up: {nodes}\n")
+    sys.stdout.write(f"logs: {cluster.directory / 'logs'}; stop with Ctrl-C\n")
+    if not settings.storage.directory:
+        sys.stdout.write(
+            f"records are kept in {cluster.directory}; set storage.directory for a lasting place\n"
+        )
+    sys.stdout.flush()
+
+
+def _say_exit(event: Event, logs: Path) -> None:
+    from controller.supervisor import NodeExited
+
+    if isinstance(event, NodeExited):
+        log = logs / f"{event.node}.log"
+        sys.stderr.write(
+            f"kvcomm: {event.node} ended with code {event.code} and is started again; log: {log}\n"
+        )
