@@ -12,9 +12,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from statistics import median
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 CALLS_MAX = 2_000
 """Most calls in one turn: more would only average away what the percentiles should show."""
@@ -86,10 +88,25 @@ class Rounds:
         """Of all calls, in seconds."""
         return Spread.of(list(chain.from_iterable(self.seconds[name])))
 
-    def ratio(self, name: str, baseline: str) -> Spread:
-        """Of the rounds' medians, each divided by the baseline's of the same round."""
+    def ratio(self, name: str, baseline: str, *, less_s: float = 0.0) -> Spread:
+        """Of the rounds' medians, each divided by the baseline's of the same round.
+
+        ``less_s`` is taken off first: a fixed part of the cost that is allowed beside the proportional one.
+        """
         mine, theirs = self.seconds[name], self.seconds[baseline]
-        return Spread.of([median(one) / median(other) for one, other in zip(mine, theirs, strict=True)])
+        return Spread.of(
+            [(median(one) - less_s) / median(other) for one, other in zip(mine, theirs, strict=True)]
+        )
+
+    def fastest(self, names: Sequence[str]) -> str:
+        """The one with the smallest median."""
+        return min(names, key=lambda name: self.spread(name).median)
+
+
+def round_robin(function: Callable[[T], object], items: Sequence[T]) -> Callable[[], object]:
+    """``function`` of each item in turn, for ever."""
+    turn = cycle(items)
+    return lambda: function(next(turn))
 
 
 def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float) -> Rounds:

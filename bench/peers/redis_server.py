@@ -7,10 +7,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from bench.timing import Call, round_robin
+from kvcomm.block import Buffer
 
 START_DEADLINE_S = 15.0
 
@@ -21,6 +24,15 @@ class RedisServer:
     def __init__(self, clients: dict[str, Any], version: str) -> None:
         self.clients = clients
         self.version = version
+
+    def gets(self, values: Sequence[Buffer]) -> list[Call]:
+        """Store ``values`` and get them in turn, by each way in."""
+        names = [f"value-{index}" for index in range(len(values))]
+        for name, value in zip(names, values, strict=True):
+            self.clients["unix"].set(name, bytes(value))
+        return [
+            Call(f"Redis GET, {way}", round_robin(client.get, names)) for way, client in self.clients.items()
+        ]
 
 
 @contextmanager
