@@ -109,12 +109,15 @@ def round_robin(function: Callable[[T], object], items: Sequence[T]) -> Callable
     return lambda: function(next(turn))
 
 
-def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float) -> Rounds:
-    """Time ``operations`` in ``rounds`` turns each of about ``turn_s`` seconds, rotating who goes first."""
+def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float, warm_calls: int = 3) -> Rounds:
+    """Time ``operations`` in ``rounds`` turns each of about ``turn_s`` seconds, rotating who goes first.
+
+    ``warm_calls`` are made first and not counted, except to see how many fit into a turn.
+    """
     if len({operation.name for operation in operations}) != len(operations):
         raise ValueError("two operations have one name")
     load_before = os.getloadavg()[0]
-    counts = [_calls_in(operation, turn_s) for operation in operations]
+    counts = [_calls_in(operation, turn_s, warm_calls) for operation in operations]
     turns = list(zip(operations, counts, strict=True))
     seconds: dict[str, list[list[float]]] = {operation.name: [] for operation in operations}
     for index in range(rounds):
@@ -124,9 +127,10 @@ def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float) -
     return Rounds(seconds, (load_before, os.getloadavg()[0]))
 
 
-def _calls_in(operation: Operation, turn_s: float) -> int:
-    """How often ``operation`` fits into a turn; these calls also warm it up."""
+def _calls_in(operation: Operation, turn_s: float, warm_calls: int) -> int:
     begin = time.perf_counter()
-    taken = operation.times(3)
-    wall_s = (time.perf_counter() - begin) / 3  # a call of many items takes longer than the time of one
+    taken = operation.times(warm_calls)
+    wall_s = (
+        time.perf_counter() - begin
+    ) / warm_calls  # a call of many items takes longer than the time of one
     return max(1, min(CALLS_MAX, int(turn_s / max(wall_s, median(taken), 1e-7))))
