@@ -1,0 +1,213 @@
+"""``BlockService``: answers the wire's block messages from a :class:`BlockStore`.
+
+The pool serves it alone; the shard hands its block messages on to it.  Copies go from the region to the socket and from the
+socket into the region without a stop: a get sends leased views and releases them when their bytes have left, a put reserves
+extents when its message arrives, receives into them, verifies and publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcomm.block import HEADER_BYTES, BlockKey
+from kvcomm.blockstore import BlockStore, Lease
+from kvcomm.errors import Refused, TooLarge
+from kvcomm.machine import ConnectionId, Origin
+from kvcomm.serve import ReplyFunction
+from kvcomm.wire.frames import discard
+from kvcomm.wire.messages import (
+    KEYS_MAX,
+    BlockAbort,
+    BlockCopies,
+    BlockGet,
+    BlockList,
+    BlockListed,
+    BlockLookup,
+    BlockPresence,
+    BlockPublish,
+    BlockPublished,
+    BlockPut,
+    BlockReserve,
+    BlockReserved,
+    BlockStored,
+    Done,
+    Grant,
+    Message,
+    PinOpen,
+    PinRange,
+    Want,
+)
+
+BATCH_BYTES_MAX = 1 << 30
+"""Copies that one get returns or one put brings."""
+KEY_BYTES = 32
+LIST_MAX = 4096
+"""Items of one listing; asking for more returns so many."""
+
+
+def no_region(_tenant: bytes) -> str:
+    """A server whose blocks are read over the wire only."""
+    return ""
+
+
+class BlockService:
+    """A ``kvcomm.serve.Service``.  Reservations and pins belong to the connection that asked for them and end with it."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        clock: Callable[[], float],
+        *,
+        region: Callable[[bytes], str] = no_region,
+        epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """
+        Args:
+            clock: monotonic seconds, the one that ``store.tick`` is driven by.
+            region: path of the shared-memory region for a tenant's digest, or "".
+            epoch: the ring epoch that a welcome names.
+        """
+        self._store = store
+        self._clock = clock
+        self._region = region
+        self._epoch = epoch
+        self._arriving: dict[
+            tuple[ConnectionId, int], list[Grant]
+        ] = {}  # puts whose payload is being received
+        self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
+            BlockReserve: self._reserve,
+            BlockPublish: self._publish,
+            BlockAbort: self._abort,
+            BlockLookup: self._lookup,
+            BlockList: self._list,
+            BlockPut: self._put,
+            PinOpen: self._open_pins,
+        }
+
+    def answers(self, message: Message) -> bool:
+        """Whether this is one of our messages (for a service that hands them on)."""
+        return isinstance(message, BlockGet) or type(message) in self._handlers
+
+    def welcome(self, origin: Origin) -> tuple[str, int]:
+        return self._region(origin.tenant), self._epoch()
+
+    def sink(self, origin: Origin, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        """Extents for what is wanted here, the bin for the rest."""
+        if not isinstance(message, BlockPut):
+            raise Refused(f"{type(message).__name__} takes no payload")
+        wants = _checked_wants(message.wants)
+        if sum(want.copy_bytes for want in wants) != payload_bytes:
+            raise Refused("the payload is not as long as the copies that the put names")
+        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        self._arriving[origin.connection, origin.request] = grants
+        pieces: list[memoryview] = []
+        for want, grant in zip(wants, grants, strict=True):
+            if grant.status == "granted":
+                pieces.append(self._store.extent(grant.token))
+            else:
+                pieces += discard(want.copy_bytes)
+        return pieces
+
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        if isinstance(message, BlockGet):
+            self._get(origin, message, reply)
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise Refused(f"this server does not answer {type(message).__name__}")
+        reply(handler(origin, message))
+
+    def closed(self, connection: ConnectionId) -> None:
+        for arriving in [key for key in self._arriving if key[0] == connection]:
+            del self._arriving[arriving]
+        self._store.release_holder(connection)
+
+    def _get(self, origin: Origin, message: BlockGet, reply: ReplyFunction) -> None:
+        leases = _Leases()
+        for key in _checked_keys(message.keys):
+            leases.add(self._store.lease(key, origin.tenant))
+        if leases.copies_bytes > BATCH_BYTES_MAX:
+            leases.release()
+            raise TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
+        reply(BlockCopies(leases.sizes), leases.copies, leases.release)
+
+    def _put(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockPut)
+        grants = self._arriving.pop((origin.connection, origin.request), None)
+        if grants is None:
+            raise Refused("a put without copies")
+        tokens = [grant.token for grant in grants if grant.status == "granted"]
+        outcomes = iter(self._store.publish(tokens, origin.connection, self._clock(), verify=True))
+        statuses = [next(outcomes) if grant.status == "granted" else grant.status for grant in grants]
+        return BlockStored(["stored" if status == "published" else status for status in statuses])
+
+    def _reserve(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockReserve)
+        wants = _checked_wants(message.wants)
+        return BlockReserved(self._store.reserve(wants, origin.connection, origin.tenant, self._clock()))
+
+    def _publish(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockPublish)
+        return BlockPublished(
+            self._store.publish(message.tokens, origin.connection, self._clock(), verify=False)
+        )
+
+    def _abort(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockAbort)
+        self._store.abort(message.tokens, origin.connection)
+        return Done()
+
+    def _lookup(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockLookup)
+        return BlockPresence(bytes(self._store.present(_checked_keys(message.keys), origin.tenant)))
+
+    def _list(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockList)
+        limit = max(0, min(message.limit, LIST_MAX))
+        return BlockListed(self._store.listing(message.after, limit, origin.tenant))
+
+    def _open_pins(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, PinOpen)
+        return PinRange(*self._store.open_pins(origin.connection, max(0, message.slots)))
+
+
+class _Leases:
+    """The copies of one get, released together."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.copies: list[memoryview] = []
+        self.copies_bytes = 0
+        self._held: list[Lease] = []
+
+    def add(self, lease: Lease | None) -> None:
+        if lease is None:
+            self.sizes.append(0)
+            return
+        self._held.append(lease)
+        self.copies.append(lease.copy)
+        self.sizes.append(lease.copy.nbytes)
+        self.copies_bytes += lease.copy.nbytes
+
+    def release(self) -> None:
+        self.copies.clear()
+        for lease in self._held:
+            lease.release()
+
+
+def _checked_keys(keys: Sequence[bytes]) -> list[BlockKey]:
+    if len(keys) > KEYS_MAX:
+        raise TooLarge(f"{len(keys)} keys in one request, over {KEYS_MAX}; split the batch")
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise Refused(f"a block key has {KEY_BYTES} bytes")
+    return [BlockKey(key) for key in keys]
+
+
+def _checked_wants(wants: list[Want]) -> list[Want]:
+    _checked_keys([want.key for want in wants])
+    if any(want.copy_bytes < HEADER_BYTES for want in wants):
+        raise Refused(f"a copy is at least its header, {HEADER_BYTES} bytes")
+    return wants
