@@ -170,7 +170,8 @@ def _find(
     if address:
         if token is None:
             raise Unavailable(
-                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, or security.token_file"
+                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, "
+                "or configure security.token_file"
             )
         return _Door((address,), token, local=False)
     if instance is None and any(each.name == DEFAULT_INSTANCE and each.nodes() for each in Instance.list()):

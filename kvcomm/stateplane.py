@@ -72,7 +72,8 @@ def record_path(name: bytes) -> tuple[str, ...]:
 
 
 class StatePlane:
-    """Operations on records.  One plane may be used by many threads: the only shared state is the context memory, whose single operations are atomic."""
+    """Operations on records.  One plane may be used by many threads: the only shared state is the context
+    memory, whose single operations are atomic."""
 
     def __init__(self, records: Records, tally: Tally) -> None:
         self._records = records

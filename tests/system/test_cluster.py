@@ -1,4 +1,5 @@
-"""What agents of one host see: each other's blocks, contexts and state; and what they see when processes die."""
+"""What agents of one host see: each other's blocks, contexts and state; and what they see when processes
+die."""
 
 from __future__ import annotations
 
@@ -192,8 +193,8 @@ def test_fifty_readers_cause_one_load(cluster: Cluster, namespace: Namespace) ->
         l3 = kv._operations._blocks._l3
         assert l3 is not None
         get = l3.get
-        l3.get = lambda keys, found: (loads.append(len(keys)), get(keys, found))[1]  # type: ignore[method-assign]
-        barrier = threading.Barrier(50)
+        l3.get = lambda keys, found: (loads.append(len(keys)), get(keys, found))[1]  # type:
+        ignore[method-assign] barrier = threading.Barrier(50)
         hits: list[int] = []
 
         def read() -> None:
