@@ -54,9 +54,19 @@ def _namespace(block_bytes: int) -> Namespace:
     from kvcomm.namespace import Namespace
 
     return Namespace(
-        model="kvcomm/bench", revision="1", tokenizer="1", vocab_size=1 << 16, dtype="float8_e4m3fn",
-        layout="LKHTD", layers=1, kv_heads=1, head_dim=block_bytes // 32, block_tokens=16, rope="none", rope_parameters={},
-    )  # fmt: skip
+        model="kvcomm/bench",
+        revision="1",
+        tokenizer="1",
+        vocab_size=1 << 16,
+        dtype="float8_e4m3fn",
+        layout="LKHTD",
+        layers=1,
+        kv_heads=1,
+        head_dim=block_bytes // 32,
+        block_tokens=16,
+        rope="none",
+        rope_parameters={},
+    )
 
 
 def _measure(
