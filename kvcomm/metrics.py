@@ -228,7 +228,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
         "Reads of the host's pool that got a copy where a view was wanted: the pin budget is used up, or no "
-        "hazard slot is free.", {"reason": ("budget", "slots")},
+        "hazard slot is free.",
     ),
     Definition(
         "kvcomm_negative_hits_total", "counter", _CLIENT,

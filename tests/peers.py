@@ -17,7 +17,16 @@ from kvcomm.rpc import Identity
 from kvcomm.serve import DataServer, ReplyFunction, Service
 from kvcomm.steps import Answer, Ask, Steps, Submit, Wait
 from kvcomm.wire.frames import Frame, FrameReader, encode_frame
-from kvcomm.wire.messages import BlockCopies, BlockGet, BlockPut, BlockStored, Done, Message, RecordPut, Welcome
+from kvcomm.wire.messages import (
+    BlockCopies,
+    BlockGet,
+    BlockPut,
+    BlockStored,
+    Done,
+    Message,
+    RecordPut,
+    Welcome,
+)
 
 CREDENTIALS = Credentials(bytes(range(32)))
 IDENTITY = Identity(CREDENTIALS.token("acme"), Incarnation(7))

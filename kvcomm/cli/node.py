@@ -1,4 +1,5 @@
-"""``NodeProcess``: what every role process has besides its data wire: a control wire, metrics, a registration."""
+"""``NodeProcess``: what every role process has besides its data wire: a control wire, metrics, a
+registration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""``kvcomm pool`` and ``kvcomm shard``: one node of a cluster, in the foreground.  ``kvcomm up`` starts them."""
+"""``kvcomm pool`` and ``kvcomm shard``: one node of a cluster, in the foreground.  ``kvcomm up`` starts
+them."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,8 +37,6 @@ def pool(
 
 
 async def _pool(process: NodeProcess, lifeline: bool) -> None:
-    import asyncio
-
     from kvcomm.cli.node import StoreBackend
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, run_pool
@@ -69,3 +69,12 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
         await process.withdraw()
     for task in announcing:
         task.result()  # what went wrong while announcing is why we ended
+
+
+async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
+    """Without its registration nobody finds the node: end it, and say why."""
+    try:
+        await work
+    except BaseException:
+        stop.set()
+        raise

@@ -17,8 +17,31 @@ from kvcomm.errors import ConfigError, Unauthenticated, Unavailable
 from kvcomm.rpc import AsyncPeers, Identity, iterate_async, run_async
 from kvcomm.steps import Answer, Ask, Emit, Steps, Submit, Wait, ask_all
 from kvcomm.wire.frames import encode_frame
-from kvcomm.wire.messages import BlockCopies, BlockGet, BlockPut, BlockStored, Done, Failure, Message, RecordPut, RingGet, Want
-from tests.peers import IDENTITY, PATIENCE_S, Dialogue, KeyValues, Served, ask, dead_address, scripted, served, soon, until
+from kvcomm.wire.messages import (
+    BlockCopies,
+    BlockGet,
+    BlockPut,
+    BlockStored,
+    Done,
+    Failure,
+    Message,
+    RecordPut,
+    RingGet,
+    Want,
+)
+from tests.peers import (
+    IDENTITY,
+    PATIENCE_S,
+    Dialogue,
+    KeyValues,
+    Served,
+    ask,
+    dead_address,
+    scripted,
+    served,
+    soon,
+    until,
+)
 
 PUT = RecordPut(0, [])
 

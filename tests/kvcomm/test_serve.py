@@ -38,7 +38,18 @@ from kvcomm.wire.messages import (
     Welcome,
 )
 from kvcomm.wire.outbox import HIGH_WATER_BYTES
-from tests.peers import CREDENTIALS, IDENTITY, PATIENCE_S, Dialogue, KeyValues, Served, ask, served, soon, until
+from tests.peers import (
+    CREDENTIALS,
+    IDENTITY,
+    PATIENCE_S,
+    Dialogue,
+    KeyValues,
+    Served,
+    ask,
+    served,
+    soon,
+    until,
+)
 
 HELLO = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
 PUT = RecordPut(0, [])
