@@ -119,7 +119,7 @@ class Agent:
         return connect(instance=self._instance, embed=False)
 
     def _refused_copies(self) -> int:
-        numbers = self._kv.metrics.snapshot()
+        numbers = self._kv.metrics()
         return round(sum(numbers[f'kvcomm_copies_refused_total{{tier="{tier}"}}'] for tier in TIERS))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LOGPROB_TOLERANCE = 1e-3
 """Float32 with other shapes of matrix products differs by some 1e-5; a wrong K or V differs by far more."""
 
-_NUMBERS = (
+_NUMBERS = [
     "tokens",
     "L1",
     "L2",
@@ -21,13 +21,13 @@ _NUMBERS = (
     "MB",
     "computed",
     "first token",
-    "without",
+    "alone",
     "faster",
-    "same",
+    "same text",
     "|Δlogp|",
-    "bad",
-)
-"""Columns: tokens in all, fetched by tier, fetched bytes, computed tokens; times with and without sharing; ..."""
+    "refused",
+]
+"""Columns.  ``alone`` is the time to the first token without sharing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from kvcomm.errors import Corrupt
 from kvcomm.namespace import Namespace
 
 NAMESPACE = Namespace(
-    model="m", revision="1", tokenizer="t", vocab_size=512, dtype="float32", layout="LKHTD", layers=1, kv_heads=1,
-    head_dim=8, block_tokens=4, rope="none", rope_parameters={},
+    model="m", revision="1", tokenizer="t", vocab_size=512, dtype="float32", layout="LKHTD", layers=1,
+    kv_heads=1, head_dim=8, block_tokens=4, rope="none", rope_parameters={},
 )  # fmt: skip
 HOLE_BYTES = 4 << 20
 
