@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from kvcomm.block import Buffer
@@ -126,7 +126,7 @@ def run_blocking(steps: Steps[T], peers: Peers, deadline: float) -> T:
             return result
 
 
-def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Iterator[Any]:
+def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Generator[Any, None, None]:
     """Run an operation as far as each item that it emits.  Close the iterator to give the rest up."""
     return _drive(steps, peers, deadline)
 
