@@ -5,7 +5,8 @@ the ports, the client and the two composition roots (``kvcomm.connect`` and ``kv
 import the tiers ``l1``, ``l2_rdma``, ``l3_shard``, inside function bodies.
 """
 
+from kvcomm.connect import connect, connect_async
 from kvcomm.namespace import Namespace
 
-__all__ = ["Namespace"]
+__all__ = ["Namespace", "connect", "connect_async"]
 __version__ = "0.1.0"

@@ -2,42 +2,248 @@
 
 Which cluster?  The first of these that is given:
 
-1. ``address=`` (``tcp://host:port`` of any node) or ``instance=`` (a cluster on this host, by name);
+1. ``address=`` (``tcp://host:port`` of any shard) or ``instance=`` (a cluster on this host, by name);
 2. ``KVCOMM_ADDRESS`` or ``KVCOMM_INSTANCE`` in the environment;
 3. the instance ``default``, if ``kvcomm up`` runs it on this host;
 4. an embedded cluster: real processes of our own, gone when this process is.
 
-The credential is ``token=``, else ``KVCOMM_TOKEN``, else made from the secret of a local instance (whoever can read its
-directory is its owner).
+The credential is ``token=``, else ``KVCOMM_TOKEN``, else the configuration's ``security.token_file``, else made from the
+secret of a local instance (whoever can read its directory is its owner).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcomm.aio import AsyncClient
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
 from kvcomm.config import Config
-from kvcomm.errors import Unavailable
+from kvcomm.errors import KVCommError, Unauthenticated, Unavailable, failure_to_error
+from kvcomm.instance import Instance
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
-from kvcomm.rpc import AsyncPeers, Identity, Peers
+from kvcomm.rpc import Identity, Peers, run_blocking
 from kvcomm.settings import load_config
 from kvcomm.stateplane import StatePlane
-from kvcomm.wire.messages import RingGet, RingMap, RingNode
+from kvcomm.steps import Ask, Steps, ask_all
+from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
+    from kvcomm.aio import AsyncClient
     from kvcomm.embedded import Embedded
 
+ADDRESS_VARIABLE = "KVCOMM_ADDRESS"
+INSTANCE_VARIABLE = "KVCOMM_INSTANCE"
+TOKEN_VARIABLE = "KVCOMM_TOKEN"
 DEFAULT_INSTANCE = "default"
-DEFAULT_TENANT = "default"
-START_DEADLINE_S = 60.0
+CONNECT_DEADLINE_S = 60.0
+"""Enough to start an embedded cluster on a busy machine."""
+
+
+def connect(
+    config: str | Path | None = None,
+    *,
+    address: str | None = None,
+    instance: str | None = None,
+    token: str | None = None,
+    embed: bool = True,
+    deadline_s: float = CONNECT_DEADLINE_S,
+) -> Client:
+    """A client of the cluster that the arguments, the environment and this host offer; see the module's text.
+
+    Args:
+        config: configuration file; else ``$KVCOMM_CONFIG``, else ``./kvcomm.yaml``, else defaults.
+        embed: whether to start an embedded cluster when no other is found.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        Unavailable: no cluster found (``embed=False``), or it did not answer in time.
+        Unauthenticated: it does not know our token.
+    """
+    settings = load_config(config)
+    deadline = time.monotonic() + deadline_s
+    door = _find(settings, config, address, instance, token, embed, deadline)
+    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    peers = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
+    try:
+        parts = _assemble(settings, door, identity, peers, deadline)
+    except BaseException:
+        peers.close()
+        door.leave()
+        raise
+
+    def close() -> None:
+        parts.close()
+        peers.close()
+        door.leave()
+
+    return Client(parts.operations, peers, close)
+
+
+async def connect_async(
+    config: str | Path | None = None,
+    *,
+    address: str | None = None,
+    instance: str | None = None,
+    token: str | None = None,
+    embed: bool = True,
+    deadline_s: float = CONNECT_DEADLINE_S,
+) -> AsyncClient:
+    """:func:`connect` for asyncio; the client belongs to the running event loop."""
+    import asyncio
+
+    from kvcomm.aio import AsyncClient
+    from kvcomm.rpc import AsyncPeers
+
+    settings = load_config(config)
+    deadline = time.monotonic() + deadline_s
+    door = await asyncio.to_thread(_find, settings, config, address, instance, token, embed, deadline)
+    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    greeting = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
+    try:
+        parts = await asyncio.to_thread(_assemble, settings, door, identity, greeting, deadline)
+    except BaseException:
+        await asyncio.to_thread(door.leave)
+        raise
+    finally:
+        greeting.close()
+    peers = AsyncPeers(identity, connect_timeout_s=settings.network.connect_timeout_s)
+
+    async def close() -> None:
+        parts.close()
+        await peers.close()
+        await asyncio.to_thread(door.leave)
+
+    return AsyncClient(parts.operations, peers, close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """The way into one cluster."""
+
+    seeds: tuple[str, ...]
+    """Addresses of nodes that know the ring, nearest first."""
+    token: str
+    local: bool
+    """The cluster's nodes run on this host: unix sockets and shared memory can be reached."""
+    embedded: Embedded | None = None
+
+    def leave(self) -> None:
+        if self.embedded is not None:
+            self.embedded.stop()
+
+    def dial(self, node: RingNode) -> str:
+        """Where to call a node: its socket in the file system where we share one, else TCP."""
+        return node.local_address if self.local and node.local_address else node.address
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    operations: Operations
+    close: Callable[[], None]
+
+
+def _find(
+    settings: Config,
+    config: str | Path | None,
+    address: str | None,
+    instance: str | None,
+    token: str | None,
+    embed: bool,
+    deadline: float,
+) -> _Door:
+    token = token or os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
+    if address is None and instance is None:
+        address, instance = os.environ.get(ADDRESS_VARIABLE), os.environ.get(INSTANCE_VARIABLE)
+    if address:
+        if token is None:
+            raise Unavailable(
+                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, or security.token_file"
+            )
+        return _Door((address,), token, local=False)
+    if instance is None and any(each.name == DEFAULT_INSTANCE and each.nodes() for each in Instance.list()):
+        instance = DEFAULT_INSTANCE
+    if instance is not None:
+        return _door_of(Instance.open(instance), settings, token, None)
+    if not embed:
+        raise Unavailable("no cluster found: start one with 'kvcomm up', or name it (--instance, --address)")
+    from kvcomm.embedded import Embedded
+
+    name = f"embedded-{secrets.token_hex(4)}"
+    embedded = Embedded.start(name, config, deadline)
+    try:
+        return _door_of(Instance.open(name), settings, token, embedded)
+    except BaseException:
+        embedded.stop()
+        raise
+
+
+def _token_from(settings: Config) -> str | None:
+    path = settings.security.token_file
+    return Path(path).read_text().strip() if path else None
+
+
+def _door_of(instance: Instance, settings: Config, token: str | None, embedded: Embedded | None) -> _Door:
+    nodes = instance.nodes()
+    seeds = [node.addresses[0] for node in sorted(nodes, key=lambda node: node.role != "shard")]
+    if not seeds:
+        raise Unavailable(f"no node of instance {instance.name!r} is running; start it with 'kvcomm up'")
+    return _Door(
+        tuple(seeds), token or instance.credentials().token(settings.security.tenant), True, embedded
+    )
+
+
+def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, deadline: float) -> _Parts:
+    """Put the client together from what the cluster says of itself."""
+    from l1.tier import L1Tier
+    from l2_rdma.tier import L2Tier
+    from l3_shard.tier import L3Tier
+
+    ring, tenant = _greet(door, peers, deadline)
+    cache, network = settings.cache, settings.network
+    near = L1Tier(cache.l1_size_bytes, negative_ttl_s=cache.l1_negative_ttl_s)
+    pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
+    l2 = None
+    if pool is not None and "shm" in network.transports:
+        l2 = L2Tier(pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes)
+    l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
+    state = StatePlane(l3, observe=lambda answer: None) if l3 else None
+    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tenant, identity.caller)
+
+    def close() -> None:
+        near.clear()
+        if l2 is not None:
+            l2.close()
+
+    return _Parts(operations, close)
+
+
+def _greet(door: _Door, peers: Peers, deadline: float) -> tuple[RingMap, TenantDigest]:
+    """The newest map that the first answering seed has, and who we are to the cluster."""
+    failures: list[str] = []
+    for seed in door.seeds:
+        try:
+            welcome = peers.welcome(seed, deadline)
+            return run_blocking(_ring(seed), peers, deadline), TenantDigest(welcome.tenant)
+        except Unauthenticated:
+            raise
+        except KVCommError as error:
+            failures.append(error.message)
+    raise Unavailable(f"no node answers: {'; '.join(failures)}")
+
+
+def _ring(seed: str) -> Steps[RingMap]:
+    (answer,) = yield from ask_all([Ask(seed, RingGet())])
+    match answer.message:
+        case RingMap():
+            return answer.message
+        case Failure():
+            raise failure_to_error(answer.message.code, answer.message.text, answer.message.detail)
+    raise Unavailable(f"{seed} does not know the ring; name a shard")

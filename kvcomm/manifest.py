@@ -124,12 +124,14 @@ class Manifest:
         return run.position + index - run.first_token
 
     def extends(self, other: Manifest) -> bool:
-        """Whether this context is ``other`` and then perhaps more tokens."""
+        """Whether appending something (or nothing) to ``other`` can give this context."""
+        # Runs have one form for the same positions, so those that begin inside ``other`` are all of its own.
+        within = tuple(run for run in self.runs if run.first_token < other.token_count)
         return (
             (self.namespace, self.lineage) == (other.namespace, other.lineage)
             and self.token_bytes.startswith(other.token_bytes)
             and self.keys[: len(other.keys)] == other.keys
-            and [self.position(run.first_token) for run in other.runs] == [run.position for run in other.runs]
+            and (not other.token_count or within == other.runs)
         )
 
     def append(self, tokens: Sequence[int], namespace: Namespace, *, position: int | None = None) -> Manifest:

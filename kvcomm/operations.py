@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcomm.block import (
     NO_PARENT,
@@ -79,7 +80,7 @@ class Operations:
     marks our blocks."""
 
     def __init__(
-        self, blocks: BlockPlane, state: StatePlane | None, tenant: TenantDigest, producer: Incarnation
+        self, blocks: BlockPlane[Any], state: StatePlane | None, tenant: TenantDigest, producer: Incarnation
     ) -> None:
         self._blocks = blocks
         self._state = state

@@ -77,6 +77,37 @@ def test_encode_and_decode_are_inverses(parts: list[tuple[list[int], int]]):
     assert Manifest.decode(memoryview(bytearray(encoded))).encode() == encoded
 
 
+@given(pieces)
+def test_every_token_has_its_position(parts: list[tuple[list[int], int]]):
+    manifest, tokens, positions = built(parts)
+    assert [manifest.position(index) for index in range(len(tokens))] == positions
+
+
+@given(pieces, st.integers(0, 6), pieces)
+def test_a_context_extends_exactly_what_it_begins_with(
+    parts: list[tuple[list[int], int]], shared: int, others: list[tuple[list[int], int]]
+):
+    contexts = built(parts), built(parts[:shared] + others)
+    for longer, shorter in (contexts, contexts[::-1]):
+        begins = all(mine[: len(its)] == its for mine, its in zip(longer[1:], shorter[1:], strict=True))
+        assert longer[0].extends(shorter[0]) == begins
+
+
+def test_a_position_moved_in_the_unfinished_block_is_another_context():
+    five = Manifest.empty(NS).append(range(5), NS)
+    moved = five.append([5], NS, position=9).append(range(6, 9), NS)
+    assert moved.extends(five)
+    assert not moved.extends(five.append([5], NS))
+
+
+def test_a_context_of_another_lineage_or_namespace_is_not_extended():
+    ns = namespace(block_tokens=4, revision="weights-2")
+    manifest = Manifest.empty(NS).append(range(10), NS)
+    assert manifest.extends(Manifest.empty(NS))
+    assert not manifest.extends(Manifest.empty(NS, lineage=LINEAGE))
+    assert not manifest.extends(Manifest.empty(ns))
+
+
 def test_different_contexts_have_different_bytes():
     ns = namespace(block_tokens=4, tenant=TenantDigest(b"t" * 16))
     some = [

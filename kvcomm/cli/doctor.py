@@ -1,0 +1,173 @@
+"""``kvcomm doctor``: what works on this host, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvcomm.cli.options import ConfigOption, JsonOption
+from kvcomm.cli.sizes import size_text
+
+if TYPE_CHECKING:
+    from kvcomm.config import Config
+    from kvcomm.instance import Instance
+
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    verdict: Literal["ok", "note", "problem"]
+    text: str
+
+
+def doctor(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    reclaim: Annotated[
+        bool, typer.Option("--reclaim", help="Remove regions that killed processes left in /dev/shm.")
+    ] = False,
+) -> None:
+    """Look at this host, its configuration and its clusters.  Exit code 1 if there is a problem."""
+    findings = [finding for check in _CHECKS for finding in check(config, reclaim)]
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
+    else:
+        _show(findings)
+    raise typer.Exit(int(any(finding.verdict == "problem" for finding in findings)))
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    styles = {"ok": "green", "note": "yellow", "problem": "red"}
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for finding in findings:
+        verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.subject, verdict, finding.text)
+    Console().print(table)
+
+
+def _software(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+    version = importlib.metadata.version("kvcomm")
+    yield Finding(
+        "software", "ok", f"kvcomm {version}, Python {platform.python_version()}, {platform.machine()}"
+    )
+    if platform.machine() not in ("x86_64", "AMD64"):
+        yield Finding(
+            "memory order",
+            "note",
+            "pins rely on x86-64's memory order and have not been tested on this machine",
+        )
+    for extra, package in (("torch", "torch"), ("transformers", "transformers"), ("rdma", "pyverbs")):
+        try:
+            yield Finding(f"extra {extra}", "ok", f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(f"extra {extra}", "note", f"not installed: pip install 'kvcomm[{extra}]'")
+
+
+def _configuration(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+    from kvcomm.errors import ConfigError
+    from kvcomm.settings import load_config
+
+    try:
+        settings = load_config(config)
+    except ConfigError as error:
+        yield Finding("configuration", "problem", str(error))
+        return
+    yield Finding("configuration", "ok", f"{settings.cluster.shards} shards, {settings.cluster.pools} pools")
+    yield from _memory(settings)
+
+
+def _memory(settings: Config) -> Iterator[Finding]:
+    room = os.statvfs(SHM)
+    free_bytes = room.f_bavail * room.f_frsize
+    cluster, cache = settings.cluster, settings.cache
+    want_bytes = cluster.pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
+    want, free = size_text(want_bytes), size_text(free_bytes)
+    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM}"
+    yield Finding("shared memory", "ok" if want_bytes <= free_bytes else "problem", text)
+
+
+def _regions(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+    from l2_rdma.region import reclaim_stale, stale_regions
+
+    stale = reclaim_stale() if reclaim else stale_regions()
+    if not stale:
+        yield Finding("regions", "ok", "none left behind by killed processes")
+    for path in stale:
+        done = "removed" if reclaim else "left behind by a killed process; run: kvcomm doctor --reclaim"
+        yield Finding("regions", "note", f"{path}: {done}")
+
+
+def _instances(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+    from kvcomm.errors import KVCommError
+    from kvcomm.instance import Instance
+
+    try:
+        instances = Instance.list()
+    except KVCommError as error:
+        yield Finding("instances", "problem", error.message)
+        return
+    if not instances:
+        yield Finding("instances", "note", "none on this host; start one with: kvcomm up")
+    for instance in instances:
+        yield from _instance(instance)
+
+
+def _instance(instance: Instance) -> Iterator[Finding]:
+    survey = instance.survey()
+    subject = f"instance {instance.name}"
+    for damage in survey.damaged:
+        yield Finding(subject, "problem", damage)
+    if not survey.nodes:
+        yield Finding(subject, "note", "not running; its records are kept for the next 'kvcomm up'")
+    for record in survey.nodes:
+        for address in record.addresses:
+            yield _round_trip(f"{instance.name}/{record.node}", instance, address)
+
+
+def _round_trip(subject: str, instance: Instance, address: str) -> Finding:
+    """The median of a few pings: whether the path works and what it costs here."""
+    from kvcomm.block import Incarnation
+    from kvcomm.errors import KVCommError
+    from kvcomm.rpc import Connection, Identity
+    from kvcomm.wire.messages import Ping
+
+    identity = Identity(instance.credentials().token("doctor"), Incarnation(os.getpid()))
+    try:
+        connection = Connection.open(address, identity, time.monotonic() + 2.0)
+        try:
+            took = sorted(
+                _timed(lambda: connection.call(Ping(), deadline=time.monotonic() + 2.0)) for _ in range(50)
+            )
+        finally:
+            connection.close()
+    except KVCommError as error:
+        return Finding(subject, "problem", f"{address}: {error.message}")
+    return Finding(
+        subject, "ok", f"{address}: round trip {took[len(took) // 2] * 1e6:.0f} us (median of {len(took)})"
+    )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+_CHECKS = (_software, _configuration, _regions, _instances)

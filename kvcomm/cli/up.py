@@ -1,0 +1,178 @@
+"""``kvcomm up``: a whole cluster on this host, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcomm.cli.options import ConfigOption
+
+if TYPE_CHECKING:
+    from controller.server import Registration, SupervisorServer
+    from controller.supervisor import NodeSpec
+    from kvcomm.config import Config
+    from kvcomm.instance import Instance
+    from kvcomm.machine import Event
+    from kvcomm.wire.messages import RingMap
+
+
+def up(
+    instance: Annotated[
+        str, typer.Option("--instance", help="Name of the cluster; agents on this host find it by it.")
+    ] = "default",
+    config: ConfigOption = None,
+    lifeline: Annotated[
+        bool, typer.Option("--lifeline", hidden=True, help="Stop when standard input closes; leave no trace.")
+    ] = False,
+) -> None:
+    """Run pools and shards until Ctrl-C; restart those that die.
+
+    A named cluster keeps its directory, and with it its records, for the next time.
+    """
+    from kvcomm.instance import Instance, InstanceExists
+    from kvcomm.serve import run
+    from kvcomm.settings import load_config
+
+    settings = load_config(config)
+    try:
+        cluster = Instance.create(instance)
+    except InstanceExists:
+        cluster = Instance.open(instance)
+    with _alone(cluster):
+        _reclaim()
+        try:
+            run(_run(cluster, settings, config, lifeline))
+        finally:
+            if lifeline:
+                cluster.remove()
+
+
+@contextlib.contextmanager
+def _alone(cluster: Instance) -> Iterator[None]:
+    """One supervisor an instance; the lock goes with the process, however it ends."""
+    from kvcomm.errors import Refused
+
+    lock = os.open(cluster.directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(f"instance {cluster.name!r} is running already; choose another --instance") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _reclaim() -> None:
+    """Regions whose owners were killed would otherwise fill /dev/shm."""
+    from l2_rdma.region import reclaim_stale
+
+    for path in reclaim_stale():
+        sys.stderr.write(f"kvcomm: removed {path}, left behind by a killed process\n")
+
+
+async def _run(cluster: Instance, settings: Config, config: Path | None, lifeline: bool) -> None:
+    from kvcomm.cli.signals import stop_event
+
+    stop = stop_event(lifeline)
+    server = _supervisor(cluster, settings, config)
+    server.on_ready = lambda: _say_ready(cluster, settings, lifeline)
+    await server.run(stop)
+
+
+def _supervisor(cluster: Instance, settings: Config, config: Path | None) -> SupervisorServer:
+    from controller.launcher import LocalLauncher
+    from controller.server import SupervisorServer
+    from controller.supervisor import RingRules, Supervisor
+
+    counts = settings.cluster
+    rules = RingRules(counts.replicas, counts.write_quorum, counts.read_quorum, counts.block_copies)
+    before = cluster.ring()
+    logs = cluster.directory / "logs"
+    logs.mkdir(mode=0o700, exist_ok=True)
+    return SupervisorServer(
+        Supervisor(_specs(settings), rules, before.epoch if before else 0),
+        LocalLauncher(lambda spec: _command(cluster, spec, config), logs),
+        registered=lambda node, pid: _registered(cluster, node, pid),
+        write_ring=cluster.write_ring,
+        hand_ring=_hand_ring(cluster),
+        on_event=lambda event: _say_exit(event, logs),
+    )
+
+
+def _specs(settings: Config) -> list[NodeSpec]:
+    from controller.supervisor import NodeSpec
+
+    pools = [NodeSpec(f"pool-{index}", "pool", "rack-0") for index in range(settings.cluster.pools)]
+    shards = [NodeSpec(f"shard-{index}", "shard", "rack-0") for index in range(settings.cluster.shards)]
+    return pools + shards
+
+
+def _command(cluster: Instance, spec: NodeSpec, config: Path | None) -> list[str]:
+    command = [sys.executable, "-m", "kvcomm.cli", spec.role, "--instance", cluster.name, "--node", spec.node]
+    return command + (["--config", str(config)] if config else [])
+
+
+def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
+    from controller.server import Registration
+
+    for record in cluster.nodes():
+        if (record.node, record.pid) == (node, pid):
+            local = next((each for each in record.addresses if each.startswith("unix:")), "")
+            remote = next((each for each in record.addresses if each.startswith("tcp:")), "")
+            return Registration(remote, local, record.control)
+    return None
+
+
+def _hand_ring(cluster: Instance) -> Callable[[str, RingMap], Awaitable[bool]]:
+    """Gives a shard its map over the control wire; the call blocks a worker thread, not the loop."""
+    from kvcomm.control import ControlClient
+    from kvcomm.credentials import NODE_TENANT
+    from kvcomm.errors import KVCommError
+
+    token = cluster.credentials().token(NODE_TENANT)
+
+    def hand(control: str, ring: RingMap) -> bool:
+        try:
+            with ControlClient(control, token) as client:
+                return client.set_ring(ring, timeout_s=2.0) >= ring.epoch
+        except KVCommError as error:
+            sys.stderr.write(f"kvcomm: {control} did not take ring epoch {ring.epoch}: {error.message}\n")
+            return False
+
+    return lambda control, ring: asyncio.to_thread(hand, control, ring)
+
+
+def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
+    from kvcomm.embedded import READY_LINE
+
+    if lifeline:
+        sys.stdout.buffer.write(READY_LINE)
+        sys.stdout.buffer.flush()
+        return
+    nodes = ", ".join(record.node for record in cluster.nodes())
+    sys.stdout.write(f"cluster {cluster.name!r} is up: {nodes}\n")
+    sys.stdout.write(f"logs: {cluster.directory / 'logs'}; stop with Ctrl-C\n")
+    if not settings.storage.directory:
+        sys.stdout.write(
+            f"records are kept in {cluster.directory}; set storage.directory for a lasting place\n"
+        )
+    sys.stdout.flush()
+
+
+def _say_exit(event: Event, logs: Path) -> None:
+    from controller.supervisor import NodeExited
+
+    if isinstance(event, NodeExited):
+        log = logs / f"{event.node}.log"
+        sys.stderr.write(
+            f"kvcomm: {event.node} ended with code {event.code} and is started again; log: {log}\n"
+        )
