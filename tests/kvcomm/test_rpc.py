@@ -404,9 +404,9 @@ def test_a_reused_connection_that_dies_under_a_request_is_retried_once_if_harmle
         dialogue.hear()
 
     def second(dialogue: Dialogue) -> None:
+        retried.set()
         dialogue.greet()
         dialogue.say(dialogue.hear().request, Done())
-        retried.set()
 
     with scripted(first, second) as address:
         run_blocking(ask(Ask(address, RingGet())), peers, soon())
