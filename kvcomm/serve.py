@@ -270,9 +270,6 @@ class _Accepted:
         except KVCommError as error:
             self._say_goodbye(error)
             return
-        except Exception as error:
-            self.end(error)  # a bug of ours or the service's; the loop's exception handler reports it
-            raise
         finally:
             self._corked = False
         if self._outbox:

@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from kvcomm import blockservice
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
 from kvcomm.blockservice import BlockService
-from kvcomm.errors import KVCommError, Refused, TooLarge
+from kvcomm.errors import Refused, TooLarge
 from kvcomm.rpc import Connection, Identity
+from kvcomm.steps import Ask
 from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
     KEYS_MAX,
@@ -123,10 +125,13 @@ def test_leases_are_held_until_the_bytes_have_left_and_no_longer(
 def test_a_lease_does_not_outlive_a_reader_that_vanishes(server: Served, store: DictStore) -> None:
     with closing(Connection.open(server.address, IDENTITY, soon())) as writer:
         put(writer, KEYS[0])
-    store.copies[KEYS[0]].buffer += bytes(32 << 20)  # more than the sockets take
-    with closing(Connection.open(server.address, IDENTITY, soon())) as reader, pytest.raises(KVCommError):
-        reader.call(BlockGet(0, [KEYS[0]]), sink=lambda *_: [], deadline=soon(1.0))
-    until(lambda: store.copies[KEYS[0]].leases == 0)
+    copy = replace(store.copies[KEYS[0]], buffer=bytearray(32 << 20))  # more than the sockets take
+    store.copies[KEYS[0]] = copy
+    reader = Connection.open(server.address, IDENTITY, soon())
+    reader._operation._submit([Ask(server.address, BlockGet(0, [KEYS[0]]))])
+    until(lambda: copy.leases == 1)
+    reader.close()
+    until(lambda: copy.leases == 0)
 
 
 def test_the_first_copy_wins_and_the_second_is_thrown_away(connection: Connection, store: DictStore) -> None:
