@@ -14,6 +14,7 @@ secret of a local instance (whoever can read its directory is its owner).
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -208,7 +209,12 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
 
     ring, tenant = _greet(door, peers, deadline)
     cache, network = settings.cache, settings.network
-    near = L1Tier(cache.l1_size_bytes, negative_ttl_s=cache.l1_negative_ttl_s)
+    near = L1Tier(
+        cache.l1_size_bytes,
+        cache.l1_negative_ttl_s,
+        negative_entries=cache.l1_negative_entries,
+        jitter=random.random,
+    )
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
     l2 = None
     if pool is not None and "shm" in network.transports:
