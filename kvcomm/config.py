@@ -16,7 +16,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from kvcomm.errors import ConfigError
 
@@ -169,8 +169,7 @@ def _unlike(value: Any, expected: str) -> NoReturn:
 # -- what may be set -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One declaration."""
 
     key: str

@@ -7,8 +7,8 @@ Which cluster?  The first of these that is given:
 3. the instance ``default``, if ``kvcomm up`` runs it on this host;
 4. an embedded cluster: real processes of our own, gone when this process is.
 
-The credential is ``token=``, else ``KVCOMM_TOKEN``, else the configuration's ``security.token_file``, else made from the
-secret of a local instance (whoever can read its directory is its owner).
+The credential is ``token=``, else ``KVCOMM_TOKEN``, else the configuration's ``security.token_file``, else
+made from the secret of a local instance (whoever can read its directory is its owner).
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from kvcomm.client import Client
 from kvcomm.config import Config
 from kvcomm.errors import KVCommError, Unauthenticated, Unavailable, failure_to_error
 from kvcomm.instance import Instance
+from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
 from kvcomm.rpc import Identity, Peers, run_blocking
 from kvcomm.settings import load_config
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
+from kvcomm.tally import Tally
 from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ ADDRESS_VARIABLE = "KVCOMM_ADDRESS"
 INSTANCE_VARIABLE = "KVCOMM_INSTANCE"
 TOKEN_VARIABLE = "KVCOMM_TOKEN"
 DEFAULT_INSTANCE = "default"
+PIN_SLOTS = 1024
+"""Views of pool memory that one client can hold; what is over is copied."""
 CONNECT_DEADLINE_S = 60.0
 """Enough to start an embedded cluster on a busy machine."""
 
@@ -85,7 +89,7 @@ def connect(
         peers.close()
         door.leave()
 
-    return Client(parts.operations, peers, close)
+    return Client(parts.operations, peers, parts.counted, close)
 
 
 async def connect_async(
@@ -122,7 +126,7 @@ async def connect_async(
         await peers.close()
         await asyncio.to_thread(door.leave)
 
-    return AsyncClient(parts.operations, peers, close)
+    return AsyncClient(parts.operations, peers, parts.counted, close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class _Door:
 @dataclass(frozen=True, slots=True)
 class _Parts:
     operations: Operations
+    counted: Callable[[], dict[str, float]]
     close: Callable[[], None]
 
 
@@ -166,7 +171,8 @@ def _find(
     if address:
         if token is None:
             raise Unavailable(
-                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, or security.token_file"
+                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, "
+                "or configure security.token_file"
             )
         return _Door((address,), token, local=False)
     if instance is None and any(each.name == DEFAULT_INSTANCE and each.nodes() for each in Instance.list()):
@@ -216,19 +222,38 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         jitter=random.random,
     )
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
-    l2 = None
+    l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
-        l2 = L2Tier(pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes)
+        l2 = L2Tier(
+            pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes, pin_slots=PIN_SLOTS
+        )
     l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
-    state = StatePlane(l3, observe=lambda answer: None) if l3 else None
-    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tenant, identity.caller)
+    tally = Tally(Metrics("client"), time.monotonic)
+    state = StatePlane(l3, tally) if l3 else None
+    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tally, tenant, identity.caller)
 
     def close() -> None:
         near.clear()
         if l2 is not None:
             l2.close()
 
-    return _Parts(operations, close)
+    def counted() -> dict[str, float]:
+        """What the tiers count themselves is taken over when somebody looks."""
+        counter, first = tally.metrics.counter, near.stats()
+        counter("kvcomm_negative_hits_total").advance_to(first.absent_hits_total)
+        counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
+        counter("kvcomm_copies_refused_total", tier="l1").advance_to(first.rejected_total)
+        if l2 is not None:
+            reads = l2.stats().reads
+            counter("kvcomm_copies_refused_total", tier="l2").advance_to(reads.corrupt)
+            counter("kvcomm_view_fallbacks_total").advance_to(reads.unpinned_copies)
+        if l3 is not None:
+            third = l3.stats()
+            counter("kvcomm_copies_refused_total", tier="l3").advance_to(third.copies_refused)
+            counter("kvcomm_stale_epochs_total").advance_to(third.stale_epochs)
+        return tally.metrics.snapshot()
+
+    return _Parts(operations, counted, close)
 
 
 def _greet(door: _Door, peers: Peers, deadline: float) -> tuple[RingMap, TenantDigest]:

@@ -83,7 +83,8 @@ class News(Protocol):
 
 
 class Claim(Waiter, Protocol):
-    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for all.
+    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for
+    all.
 
     Load what is yours before you park: that order is why readers cannot wait for each other in a circle.
     """
@@ -138,7 +139,8 @@ class Near(Protocol[M]):
 
     @property
     def moment(self) -> M:
-        """To be read before other tiers are asked: an absence found out since then may be outdated by a local put."""
+        """To be read before other tiers are asked: an absence found out since then may be outdated by a
+        local put."""
         ...
 
     def maybe_remote(self, key: BlockKey) -> bool:

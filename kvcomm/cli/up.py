@@ -118,7 +118,7 @@ def _specs(settings: Config) -> list[NodeSpec]:
 
 def _command(cluster: Instance, spec: NodeSpec, config: Path | None) -> list[str]:
     command = [sys.executable, "-m", "kvcomm.cli", spec.role, "--instance", cluster.name, "--node", spec.node]
-    return command + (["--config", str(config)] if config else [])
+    return [*command, "--lifeline", *(["--config", str(config)] if config else [])]
 
 
 def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
