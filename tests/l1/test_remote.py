@@ -55,7 +55,7 @@ steps = st.lists(
 
 @given(steps)
 def test_a_visible_key_is_never_called_absent(script):
-    """The oracle is the set of visible keys.  While open, the feed hears of a key before anybody can see it."""
+    """The oracle is the set of visible keys.  While open, the feed hears of a key before others see it."""
     remote, visible, feed, listed = RemoteKeys(4), set[bytes](), Feed(0), False
     for name, key in script:
         if name == "publish" and key is not None:
