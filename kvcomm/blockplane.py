@@ -83,6 +83,7 @@ class BlockPlane(Generic[M]):
         yield from run.emit_ready()
         yield from self._from_l2(run, [index for index, tier in enumerate(where) if tier == "l2"])
         yield from self._from_l3(run)
+        self._l1.touch(keys[: len(run.delivered)])
         return Prefix(tuple(run.delivered), len(keys))
 
     def publish(self, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]) -> Steps[list[Stored]]:
@@ -142,7 +143,10 @@ class BlockPlane(Generic[M]):
             run.take(block for block in claim.blocks if block)
             yield from self._load(self._l3, run, claim, claim.mine, loaded)
             while claim.follows:
-                yield Park(claim, max(0.0, claim.patience() - self._clock()))
+                until = claim.patience()
+                woken = yield Park(claim, max(0.0, until - self._clock()))
+                if not woken and self._clock() < until:
+                    break  # our own deadline has passed
                 news = claim.take(self._clock())
                 run.take(block for _, block in news.landed if block)
                 yield from run.emit_ready()

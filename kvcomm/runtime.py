@@ -1,7 +1,8 @@
-"""``Runtime``: runs a :class:`Machine` under asyncio; the only place where a machine meets the clock and the wire.
+"""``Runtime``: runs a :class:`Machine` under asyncio; the only place where a machine meets the clock and the
+wire.
 
-Events are handed in one at a time, in order of arrival; one that an effect causes at once waits for its turn, so the machine
-is never entered twice.
+Events are handed in one at a time, in order of arrival; one that an effect causes at once waits for its turn,
+so the machine is never entered twice.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Runtime:
 
     Args:
         clock: monotonic seconds; the machine's ``now``.
-        resolve: node id -> address on the data wire; a ``KVCommError`` or ``KeyError`` answers the ask with ``unavailable``.
-        perform: every effect that is not ``Reply``, ``AskPeer`` or ``Stop``.
-        on_stop: the process must end, and why: the machine said so, or it raised (then nothing is handled any more).
+        resolve: node id -> address on the data wire; a ``KVCommError`` or ``KeyError`` answers the ask with
+        ``unavailable``. perform: every effect that is not ``Reply``, ``AskPeer`` or ``Stop``. on_stop: the
+        process must end, and why: the machine said so, or it raised (then nothing is handled any more).
     """
 
     def __init__(

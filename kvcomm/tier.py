@@ -83,7 +83,8 @@ class News(Protocol):
 
 
 class Claim(Waiter, Protocol):
-    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for all.
+    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for
+    all.
 
     Load what is yours before you park: that order is why readers cannot wait for each other in a circle.
     """
@@ -98,7 +99,7 @@ class Claim(Waiter, Protocol):
 
     @property
     def follows(self) -> Sequence[BlockKey]:
-        """Keys that others load and of which nothing is known yet."""
+        """Keys that others load, until :meth:`take` has told what became of them."""
         ...
 
     def landed(self, block: Block, now: float) -> None:
@@ -130,11 +131,16 @@ class Near(Protocol[M]):
 
     def put(self, block: Block) -> PutStatus: ...
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make a run that was put block by block outlive older ones, its head longest."""
+        ...
+
     def claim(self, keys: Sequence[BlockKey], now: float, deadline: float) -> Claim: ...
 
     @property
     def moment(self) -> M:
-        """To be read before other tiers are asked: an absence found out since then may be outdated by a local put."""
+        """To be read before other tiers are asked: an absence found out since then may be outdated by a
+        local put."""
         ...
 
     def maybe_remote(self, key: BlockKey) -> bool:

@@ -65,6 +65,11 @@ class Party(Generic[V]):
     inherited: list[bytes] = field(default_factory=list)
 
     @property
+    def untold(self) -> list[bytes]:
+        """Keys of which :meth:`Flights.take` has yet to say what became of them."""
+        return [*self.follows, *(key for key, _ in self.landed), *self.inherited]
+
+    @property
     def has_news(self) -> bool:
         """Whether waiting makes no sense: there is something to take, or nothing to wait for."""
         return bool(self.landed or self.inherited or not self.follows)
@@ -190,7 +195,7 @@ class Flights(Generic[V]):
     def patience(self, party: Party[V]) -> float:
         """When ``party`` should :meth:`take` unwoken: its deadline, or the first time a leader may stall."""
         leaders = {self._flights[key].leader.order: self._flights[key].leader for key in party.follows}
-        return min(party.deadline, *map(self._stalls_at, leaders.values()))
+        return min((party.deadline, *map(self._stalls_at, leaders.values())))
 
     def __len__(self) -> int:
         """Keys in flight."""

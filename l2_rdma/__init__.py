@@ -1,8 +1,8 @@
-"""L2: the pools of a rack, read one-sided without asking the process that owns them.
+"""L2: the rack's shared-memory pools, read without asking anybody.
 
-Owns: the layout of a region (header, bucketed index, slots in size classes), its allocator and its owner
-process, the reader that verifies every copy, pins, the rack's rendezvous directory, and the transports
-(shared memory, RDMA verbs, CUDA IPC, TCP) behind one port.
+Owns: the region's layout and life (``layout``, ``region``), its only allocator and index writer (``owner``
+over ``allocator``, ``index``, ``hazards``, ``sieve``), the one-sided reader in the client's process
+(``reader``, ``pins``), the client's ``Tier`` (``tier``) and the role shell (``pool``).
 
-May import: `kvcomm` (the floor). Never: `l1`, `l3_shard`, `controller`.
+Imports ``kvcomm`` (the floor) only; never ``l1``, ``l3_shard`` or ``controller``.
 """

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvcomm import __version__
 from kvcomm.cli.options import ConfigOption, JsonOption
 from kvcomm.cli.sizes import size_text
 
@@ -63,9 +64,8 @@ def _show(findings: list[Finding]) -> None:
 
 
 def _software(config: Path | None, reclaim: bool) -> Iterator[Finding]:
-    version = importlib.metadata.version("kvcomm")
     yield Finding(
-        "software", "ok", f"kvcomm {version}, Python {platform.python_version()}, {platform.machine()}"
+        "software", "ok", f"kvcomm {__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
     if platform.machine() not in ("x86_64", "AMD64"):
         yield Finding(

@@ -1,9 +1,10 @@
-"""``Peers``: the blocking client; a thread-safe pool of connections, and the driver that runs ``Steps`` over them.
+"""``Peers``: the blocking client; a thread-safe pool of connections, and the driver that runs ``Steps`` over
+them.
 
-Theory of operation.  An operation has one connection a peer, checked out of the pool, so nothing but the pool itself is
-shared between threads.  Its waits move every connection of the operation at once, sends and receives together: a peer that
-stops reading until its replies are taken (both sides hold payloads) is never met by a client that only sends.  What is
-outstanding when the operation ends dies with its connection.
+Theory of operation.  An operation has one connection a peer, checked out of the pool, so nothing but the pool
+itself is shared between threads.  Its waits move every connection of the operation at once, sends and
+receives together: a peer that stops reading until its replies are taken (both sides hold payloads) is never
+met by a client that only sends.  What is outstanding when the operation ends dies with its connection.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvcomm.block import Buffer
-from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable, failure_to_error
+from kvcomm.errors import Corrupt, TooLarge, Unavailable, failure_to_error
 from kvcomm.rpc.link import Link
 from kvcomm.rpc.session import Exchange, Identity, lost_reason
 from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait
@@ -101,16 +102,20 @@ class Peers:
         link.close()
 
     def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._idle = {}
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
+        idle, self._idle = self._idle, {}
+        for links in idle.values():
+            for link in links:
+                link.close()  # our descriptor only: the parent's connection stands
 
 
 def run_blocking(steps: Steps[T], peers: Peers, deadline: float) -> T:
     """Run an operation to its end and return its result; what it emits is dropped.
 
-    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure`` answers; only
-    what ``steps`` raises itself is raised here.
+    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure``
+    answers; only what ``steps`` raises itself is raised here.
     """
     driver = _drive(steps, peers, deadline)
     while True:
@@ -145,9 +150,11 @@ def _drive(steps: Steps[T], peers: Peers, deadline: float) -> Steps[T]:
 
 
 class Connection:
-    """One connection that its owner holds; its life is the life of what the server ties to it (pins, reservations).
+    """One connection that its owner holds; its life is the life of what the server ties to it (pins,
+    reservations).
 
-    Not thread-safe.  A call that fails in any other way than by the server's own ``Failure`` has closed the connection.
+    Not thread-safe.  A call that fails in any other way than by the server's own ``Failure`` has closed the
+    connection.
     """
 
     def __init__(self, operation: _Operation, address: str, welcome: Welcome) -> None:

@@ -228,3 +228,34 @@ def test_an_abandoned_stream_releases_its_claims() -> None:
     assert near.stats().flight_count > 0
     steps.close()
     assert near.stats().flight_count == 0
+
+
+def test_a_flight_that_lands_while_we_load_our_own_is_not_missed() -> None:
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[1]], 0.0, math.inf)
+    steps = plane(near, None, l3).fetch(KEYS[:3])
+    assert isinstance(next(steps), Emit)  # block 0, ours; before block 2, ours as well
+    other.landed(block_of(1, "l3"), 0.0)
+    assert len(run(steps, park=lambda park: True).blocks) == 3
+    assert l3.gets == [0, 2]
+    other.close(0.0)
+
+
+def test_out_of_time_the_walk_waits_for_nobody() -> None:
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[1]], 0.0, math.inf)
+    parks: list[Park] = []
+
+    def too_late(park: Park) -> bool:
+        parks.append(park)
+        return False
+
+    assert len(run(plane(near, None, l3).fetch(KEYS[:3]), park=too_late).blocks) == 1
+    assert len(parks) == 1
+    other.close(0.0)
+
+
+def test_the_head_of_a_fetched_run_is_evicted_last() -> None:
+    near, l3 = near_with(), DictTier("l3", set(range(6)))
+    run(plane(near, DictTier("l2"), l3).fetch(KEYS[:6]))
+    assert near.keys() == KEYS[:6][::-1]

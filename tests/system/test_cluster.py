@@ -1,4 +1,5 @@
-"""What agents of one host see: each other's blocks, contexts and state; and what they see when processes die."""
+"""What agents of one host see: each other's blocks, contexts and state; and what they see when processes
+die."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvcomm import Namespace, connect, connect_async
+from kvcomm.block import BlockKey
 from kvcomm.client import Client
 from kvcomm.errors import Conflict, KVCommError, PayloadError, Refused, TooLarge, Unavailable
 from kvcomm.namespace import TenantDigest
+from kvcomm.steps import Steps
+from kvcomm.tier import Block
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 from tests.system.conftest import Cluster, eventually, make_namespace, payloads
 
@@ -192,7 +197,12 @@ def test_fifty_readers_cause_one_load(cluster: Cluster, namespace: Namespace) ->
         l3 = kv._operations._blocks._l3
         assert l3 is not None
         get = l3.get
-        l3.get = lambda keys, found: (loads.append(len(keys)), get(keys, found))[1]  # type: ignore[method-assign]
+
+        def counted(keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
+            loads.append(len(keys))
+            return get(keys, found)
+
+        l3.get = counted
         barrier = threading.Barrier(50)
         hits: list[int] = []
 

@@ -282,14 +282,12 @@ class Session:
                 "a hit is a prefix in whole blocks"
             )
             self._shared_blocks = max(self._shared_blocks, len(found.blocks))
+        capacity_tokens = len(tokens) + room_tokens
         if found is None or found.token_count <= own:
+            if not own:
+                self._cache = self._new_cache([], capacity_tokens)
             return {OWN: own} if own else {}
-        self._cache = cache_from(
-            [block.payload for block in found.blocks],
-            self.namespace,
-            device=self.model.device,
-            capacity_tokens=len(tokens) + room_tokens,
-        )
+        self._cache = self._new_cache([block.payload for block in found.blocks], capacity_tokens)
         held = min(found.token_count, len(tokens) - 1)
         truncate(self._cache, held)
         self._tokens = tokens[:held]
@@ -325,11 +323,14 @@ class Session:
         assert token_count_of(self._cache) == len(self._tokens)
 
     def _forget(self) -> None:
-        self._cache = cache_from([], self.namespace, device=self.model.device)
+        self._cache = self._new_cache([], 0)
         self._tokens = []
         self._unfed = []
         self._logits = None
         self._shared_blocks = 0
+
+    def _new_cache(self, payloads: Sequence[Buffer], capacity_tokens: int) -> DynamicCache:
+        return cache_from(payloads, self.namespace, device=self.model.device, capacity_tokens=capacity_tokens)
 
     def _last_logits(self) -> torch.Tensor:
         if self._logits is None:
