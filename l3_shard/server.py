@@ -181,7 +181,7 @@ class _Process:
     def running(self, addresses: list[str]) -> RunningShard:
         return RunningShard(
             addresses,
-            ring=lambda: self._machine.ring.to_map(),
+            ring=self._ring,
             adopt=self._adopt,
             counts=self._machine.counts,
             usage=self._blocks.usage,
@@ -192,6 +192,9 @@ class _Process:
 
     def epoch(self) -> int:
         return self._machine.ring.epoch
+
+    def _ring(self) -> RingMap:
+        return self._machine.ring.to_map()
 
     async def tick_until_stopped(self) -> None:
         """Let the block store do what is due, until the end."""
