@@ -139,7 +139,13 @@ class L3Tier:
         Raises:
             Unavailable: no owner of some key answered.
         """
-        answers: dict[int, RecordAnswer] = {}
+        said = yield from self.record_states(keys)
+        return [_record_answer(state, said.degraded) for state in said.states]
+
+    def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
+        """The replicated states themselves, one a key; raises as :meth:`record_get`."""
+        states: dict[int, RecordState | None] = {}
+        degraded = False
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
             return RecordGet(epoch, [keys[index] for index in indices])
@@ -147,12 +153,13 @@ class L3Tier:
         def take(indices: Sequence[int], message: Message) -> bool:
             if not isinstance(message, RecordStates) or len(message.states) != len(indices):
                 return False
-            for index, state in zip(indices, message.states, strict=True):
-                answers[index] = _record_answer(state, message.degraded)
+            nonlocal degraded
+            degraded |= message.degraded
+            states.update(zip(indices, message.states, strict=True))
             return True
 
         yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
-        return [answers[index] for index in range(len(keys))]
+        return RecordStates([states[index] for index in range(len(keys))], degraded)
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         """See ``Records.record_put``.
