@@ -32,10 +32,15 @@ class AsyncClient:
     half-read is reused."""
 
     def __init__(
-        self, operations: Operations, peers: AsyncPeers, close: Callable[[], Awaitable[None]]
+        self,
+        operations: Operations,
+        peers: AsyncPeers,
+        counted: Callable[[], dict[str, float]],
+        close: Callable[[], Awaitable[None]],
     ) -> None:
         self._operations = operations
         self._peers = peers
+        self._counted = counted
         self._close = close
         self._closed = False
 
@@ -95,6 +100,10 @@ class AsyncClient:
     async def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """See ``Client.names``."""
         return await self.run(self._operations.names(prefix), deadline_s)
+
+    def metrics(self) -> dict[str, float]:
+        """See ``Client.metrics``."""
+        return self._counted()
 
     async def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this event loop."""

@@ -15,14 +15,16 @@ A block that was there at lookup and is gone (evicted, damaged, its shard died) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvcomm.block import BlockKey
 from kvcomm.steps import Emit, Park, Steps
-from kvcomm.tier import Block, BlockCopy, Near, Presence, PutStatus, Tier, TierName
+from kvcomm.tier import Block, BlockCopy, Claim, Near, Presence, PutStatus, Tier, TierName
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 
@@ -60,13 +62,13 @@ class Stored:
         return "stored" in (self.l2, self.l3)
 
 
-class BlockPlane:
+class BlockPlane(Generic[M]):
     """The walk through the tiers.  ``l2`` and ``l3`` may be absent: a rack without L3, a host without a pool.
 
     ``clock`` gives monotonic seconds (for remembered absences).  Thread-safe as far as its tiers are.
     """
 
-    def __init__(self, l1: Near, l2: Tier | None, l3: Tier | None, clock: Callable[[], float]) -> None:
+    def __init__(self, l1: Near[M], l2: Tier | None, l3: Tier | None, clock: Callable[[], float]) -> None:
         self._l1, self._l2, self._l3, self._clock = l1, l2, l3, clock
 
     def fetch(self, keys: Sequence[BlockKey]) -> Steps[Prefix]:
@@ -75,12 +77,13 @@ class BlockPlane:
 
         Never raises for lost, damaged or unreachable blocks: they end the prefix.
         """
-        near = self._l1.get(keys)
-        where = yield from self._locate(keys, near)
+        since, near = self._l1.moment, self._l1.get(keys)
+        where = yield from self._locate(keys, near, since)
         run = _Run(list(keys[: len(where)]), near[: len(where)])
         yield from run.emit_ready()
         yield from self._from_l2(run, [index for index, tier in enumerate(where) if tier == "l2"])
         yield from self._from_l3(run)
+        self._l1.touch(keys[: len(run.delivered)])
         return Prefix(tuple(run.delivered), len(keys))
 
     def publish(self, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]) -> Steps[list[Stored]]:
@@ -101,18 +104,21 @@ class BlockPlane:
         self._l1.forget_absent(keys)
         return [Stored(*statuses) for statuses in zip(put_l2, put_l3, strict=True)]
 
-    def _locate(self, keys: Sequence[BlockKey], near: list[Block | None]) -> Steps[list[TierName]]:
+    def _locate(self, keys: Sequence[BlockKey], near: list[Block | None], since: M) -> Steps[list[TierName]]:
         """The tier of each block of the prefix; as long as the prefix, L2 and L3 asked in one batch each."""
         where: list[TierName | None] = ["l1" if block else None for block in near]
         yield from _fill(where, "l2", self._l2, keys)
         rest = [index for index, tier in enumerate(where) if tier is None]
         absent = self._l1.known_absent([keys[index] for index in rest], self._clock())
-        end = next((index for index, gone in zip(rest, absent, strict=True) if gone), len(keys))
+        asking = zip(rest, absent, strict=True)
+        end = next(
+            (index for index, gone in asking if gone or not self._l1.maybe_remote(keys[index])), len(keys)
+        )
         del where[end:]
         asked = yield from _fill(where, "l3", self._l3, keys)
         end = where.index(None) if None in where else len(where)
         if end < len(where) and asked.get(end) is False:  # None = nobody could say; that is not an absence
-            self._l1.mark_absent([keys[end]], self._clock())
+            self._l1.mark_absent([keys[end]], self._clock(), since)
         return [tier for tier in where[:end] if tier]
 
     def _from_l2(self, run: _Run, indices: list[int]) -> Steps[None]:
@@ -121,48 +127,50 @@ class BlockPlane:
 
         def found(position: int, block: Block) -> None:
             self._l1.put(block)
-            run.blocks[indices[position]] = block
+            run.take([block])
 
         yield from run.emitting(self._l2.get([run.keys[index] for index in indices], found))
 
     def _from_l3(self, run: _Run) -> Steps[None]:
         """What neither L1 nor L2 gave.  One load a key in this process: others' loads are waited for, after
         our own."""
-        wanted = [index for index, block in enumerate(run.blocks) if block is None]
+        wanted = [key for key, block in zip(run.keys, run.blocks, strict=True) if block is None]
         if self._l3 is None or not wanted:
             return
-        claim = self._l1.claim([run.keys[index] for index in wanted])
+        loaded: list[Block] = []
+        claim = self._l1.claim(wanted, self._clock(), math.inf)
         try:
-            mine = [wanted[position] for position in claim.mine]
-            loaded = yield from self._load(run, mine)
-            for position, flight in claim.theirs.items():
-                yield Park(flight)
-                block = flight.block
-                if block is not None:
-                    run.blocks[wanted[position]] = block
+            run.take(block for block in claim.blocks if block)
+            yield from self._load(self._l3, run, claim, claim.mine, loaded)
+            while claim.follows:
+                until = claim.patience()
+                woken = yield Park(claim, max(0.0, until - self._clock()))
+                if not woken and self._clock() < until:
+                    break  # our own deadline has passed
+                news = claim.take(self._clock())
+                run.take(block for _, block in news.landed if block)
                 yield from run.emit_ready()
+                inherited = [BlockKey(key) for key in news.inherited]
+                yield from self._load(self._l3, run, claim, inherited, loaded)
         finally:
-            claim.release()
-        orphaned = [index for index in wanted if run.blocks[index] is None and index not in mine]
-        if orphaned and orphaned[0] == len(
-            run.delivered
-        ):  # the other reader gave up or failed: load them ourselves
-            loaded += yield from self._load(run, orphaned)
+            claim.close(self._clock())
         if self._l2 is not None and loaded:
             yield from self._l2.put([BlockCopy(block.header, block.payload) for block in loaded])
 
-    def _load(self, run: _Run, indices: list[int]) -> Steps[list[Block]]:
-        loaded: list[Block] = []
-        if self._l3 is None or not indices:
-            return loaded
+    def _load(
+        self, l3: Tier, run: _Run, claim: Claim, keys: Sequence[BlockKey], loaded: list[Block]
+    ) -> Steps[None]:
+        if not keys:
+            return
+        keys = list(keys)  # the claim's own list shrinks as blocks land
 
         def found(position: int, block: Block) -> None:
-            self._l1.put(block)
-            run.blocks[indices[position]] = block
+            claim.landed(block, self._clock())
+            run.take([block])
             loaded.append(block)
 
-        yield from run.emitting(self._l3.get([run.keys[index] for index in indices], found))
-        return loaded
+        yield from run.emitting(l3.get(keys, found))
+        claim.failed([key for key in keys if not run.has(key)], self._clock())
 
 
 @dataclass(slots=True)
@@ -172,6 +180,17 @@ class _Run:
     keys: list[BlockKey]
     blocks: list[Block | None]
     delivered: list[Block] = field(default_factory=list)
+    _index: dict[BlockKey, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._index = {key: index for index, key in enumerate(self.keys)}
+
+    def take(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.blocks[self._index[block.key]] = block
+
+    def has(self, key: BlockKey) -> bool:
+        return self.blocks[self._index[key]] is not None
 
     def ready(self) -> Iterator[Block]:
         while len(self.delivered) < len(self.blocks):

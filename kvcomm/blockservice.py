@@ -1,14 +1,14 @@
 """``BlockService``: answers the wire's block messages from a :class:`BlockStore`.
 
-The pool serves it alone; the shard hands its block messages on to it.  Copies go from the region to the socket and from the
-socket into the region without a stop: a get sends leased views and releases them when their bytes have left, a put reserves
-extents when its message arrives, receives into them, verifies and publishes.
+The pool serves it alone; the shard hands its block messages on to it.  Copies go from the region to the
+socket and from the socket into the region without a stop: a get sends leased views and releases them when
+their bytes have left, a put reserves extents when its message arrives, receives into them, verifies and
+publishes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.blockstore import BlockStore, Lease
@@ -52,7 +52,8 @@ def no_region(_tenant: bytes) -> str:
 
 
 class BlockService:
-    """A ``kvcomm.serve.Service``.  Reservations and pins belong to the connection that asked for them and end with it."""
+    """A ``kvcomm.serve.Service``.  Reservations and pins belong to the connection that asked for them and end
+    with it."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class BlockService:
         self._clock = clock
         self._region = region
         self._epoch = epoch
-        self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}  # puts whose payload is being received
+        # Puts whose payload is being received.
+        self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}
         self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
             BlockReserve: self._reserve,
             BlockPublish: self._publish,
@@ -107,7 +109,9 @@ class BlockService:
                 pieces += discard(want.copy_bytes)
         return pieces
 
-    def handle(self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction) -> None:
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
         if isinstance(message, BlockGet):
             self._get(origin, message, reply)
             return
@@ -147,7 +151,9 @@ class BlockService:
 
     def _publish(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockPublish)
-        return BlockPublished(self._store.publish(message.tokens, origin.connection, self._clock(), verify=False))
+        return BlockPublished(
+            self._store.publish(message.tokens, origin.connection, self._clock(), verify=False)
+        )
 
     def _abort(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockAbort)

@@ -55,8 +55,8 @@ class BlockStore(Protocol):
     def extent(self, token: int) -> memoryview:
         """The reserved copy's bytes, writable, for a server that receives them from a socket.
 
-        Who takes it says later that it writes no more: by publish, abort or release_holder.  Until then the memory goes
-        to nobody else, even if the reservation expires (a socket may still be filling it).
+        Who takes it says later that it writes no more: by publish, abort or release_holder.  Until then the
+        memory goes to nobody else, even if the reservation expires (a socket may still be filling it).
 
         Raises ``KeyError`` for a token that is not reserved (any more).
         """

@@ -31,9 +31,16 @@ class Client:
     a failed status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.
     """
 
-    def __init__(self, operations: Operations, peers: Peers, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        peers: Peers,
+        counted: Callable[[], dict[str, float]],
+        close: Callable[[], None],
+    ) -> None:
         self._operations = operations
         self._peers = peers
+        self._counted = counted
         self._close = close
         self._closed = False
 
@@ -91,6 +98,10 @@ class Client:
     def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """Names of this tenant's records under ``prefix`` (``kvcomm.stateplane.record_name``), sorted."""
         return self.run(self._operations.names(prefix), deadline_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of this client by its name in Prometheus (docs/metrics.md)."""
+        return self._counted()
 
     def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this thread."""

@@ -16,7 +16,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from kvcomm.errors import ConfigError
 
@@ -169,8 +169,7 @@ def _unlike(value: Any, expected: str) -> NoReturn:
 # -- what may be set -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One declaration."""
 
     key: str
@@ -340,7 +339,11 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree."""
+    """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree.
+
+    ``cache``: how much is kept; ``network``: how it travels; ``cluster``: who takes part; ``storage``: where
+    records lie; ``security``: who we are.
+    """
 
     cache: CacheConfig = field(metadata={"section": CacheConfig})
     network: NetworkConfig = field(metadata={"section": NetworkConfig})

@@ -7,14 +7,13 @@ Which cluster?  The first of these that is given:
 3. the instance ``default``, if ``kvcomm up`` runs it on this host;
 4. an embedded cluster: real processes of our own, gone when this process is.
 
-The credential is ``token=``, else ``KVCOMM_TOKEN``, else the configuration's ``security.token_file``, else made from the
-secret of a local instance (whoever can read its directory is its owner).
+The credential is ``token=``, else ``KVCOMM_TOKEN``, else the configuration's ``security.token_file``, else
+made from the secret of a local instance (whoever can read its directory is its owner).
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,25 +23,30 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
-from kvcomm.config import Config
 from kvcomm.errors import KVCommError, Unauthenticated, Unavailable, failure_to_error
-from kvcomm.instance import Instance
+from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
 from kvcomm.rpc import Identity, Peers, run_blocking
-from kvcomm.settings import load_config
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
+from kvcomm.tally import Tally
 from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
     from kvcomm.aio import AsyncClient
+    from kvcomm.config import Config
     from kvcomm.embedded import Embedded
+    from kvcomm.instance import Instance
+
+# What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
 ADDRESS_VARIABLE = "KVCOMM_ADDRESS"
 INSTANCE_VARIABLE = "KVCOMM_INSTANCE"
 TOKEN_VARIABLE = "KVCOMM_TOKEN"
 DEFAULT_INSTANCE = "default"
+PIN_SLOTS = 1024
+"""Views of pool memory that one client can hold; what is over is copied."""
 CONNECT_DEADLINE_S = 60.0
 """Enough to start an embedded cluster on a busy machine."""
 
@@ -67,10 +71,12 @@ def connect(
         Unavailable: no cluster found (``embed=False``), or it did not answer in time.
         Unauthenticated: it does not know our token.
     """
+    from kvcomm.settings import load_config
+
     settings = load_config(config)
     deadline = time.monotonic() + deadline_s
     door = _find(settings, config, address, instance, token, embed, deadline)
-    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    identity = Identity(door.token, _incarnation())
     peers = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
     try:
         parts = _assemble(settings, door, identity, peers, deadline)
@@ -84,7 +90,7 @@ def connect(
         peers.close()
         door.leave()
 
-    return Client(parts.operations, peers, close)
+    return Client(parts.operations, peers, parts.counted, close)
 
 
 async def connect_async(
@@ -101,11 +107,12 @@ async def connect_async(
 
     from kvcomm.aio import AsyncClient
     from kvcomm.rpc import AsyncPeers
+    from kvcomm.settings import load_config
 
     settings = load_config(config)
     deadline = time.monotonic() + deadline_s
     door = await asyncio.to_thread(_find, settings, config, address, instance, token, embed, deadline)
-    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    identity = Identity(door.token, _incarnation())
     greeting = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
     try:
         parts = await asyncio.to_thread(_assemble, settings, door, identity, greeting, deadline)
@@ -121,7 +128,7 @@ async def connect_async(
         await peers.close()
         await asyncio.to_thread(door.leave)
 
-    return AsyncClient(parts.operations, peers, close)
+    return AsyncClient(parts.operations, peers, parts.counted, close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ class _Door:
 @dataclass(frozen=True, slots=True)
 class _Parts:
     operations: Operations
+    counted: Callable[[], dict[str, float]]
     close: Callable[[], None]
 
 
@@ -159,13 +167,16 @@ def _find(
     embed: bool,
     deadline: float,
 ) -> _Door:
+    from kvcomm.instance import Instance
+
     token = token or os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
     if address is None and instance is None:
         address, instance = os.environ.get(ADDRESS_VARIABLE), os.environ.get(INSTANCE_VARIABLE)
     if address:
         if token is None:
             raise Unavailable(
-                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, or security.token_file"
+                f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, "
+                "or configure security.token_file"
             )
         return _Door((address,), token, local=False)
     if instance is None and any(each.name == DEFAULT_INSTANCE and each.nodes() for each in Instance.list()):
@@ -176,13 +187,17 @@ def _find(
         raise Unavailable("no cluster found: start one with 'kvcomm up', or name it (--instance, --address)")
     from kvcomm.embedded import Embedded
 
-    name = f"embedded-{secrets.token_hex(4)}"
+    name = f"embedded-{os.urandom(4).hex()}"
     embedded = Embedded.start(name, config, deadline)
     try:
         return _door_of(Instance.open(name), settings, token, embedded)
     except BaseException:
         embedded.stop()
         raise
+
+
+def _incarnation() -> Incarnation:
+    return Incarnation(int.from_bytes(os.urandom(8)) | 1)
 
 
 def _token_from(settings: Config) -> str | None:
@@ -208,21 +223,40 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
 
     ring, tenant = _greet(door, peers, deadline)
     cache, network = settings.cache, settings.network
-    near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, cache.l1_negative_entries)
+    near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, negative_entries=cache.l1_negative_entries)
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
-    l2 = None
+    l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
-        l2 = L2Tier(pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes)
+        l2 = L2Tier(
+            pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes, pin_slots=PIN_SLOTS
+        )
     l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
-    state = StatePlane(l3, observe=lambda answer: None) if l3 else None
-    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tenant, identity.caller)
+    tally = Tally(Metrics("client"), time.monotonic)
+    state = StatePlane(l3, tally) if l3 else None
+    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tally, tenant, identity.caller)
 
     def close() -> None:
         near.clear()
         if l2 is not None:
             l2.close()
 
-    return _Parts(operations, close)
+    def counted() -> dict[str, float]:
+        """What the tiers count themselves is taken over when somebody looks."""
+        counter, first = tally.metrics.counter, near.stats()
+        counter("kvcomm_negative_hits_total").advance_to(first.absent_hits_total)
+        counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
+        counter("kvcomm_copies_refused_total", tier="l1").advance_to(first.rejected_total)
+        if l2 is not None:
+            reads = l2.stats().reads
+            counter("kvcomm_copies_refused_total", tier="l2").advance_to(reads.corrupt)
+            counter("kvcomm_view_fallbacks_total").advance_to(reads.unpinned_copies)
+        if l3 is not None:
+            third = l3.stats()
+            counter("kvcomm_copies_refused_total", tier="l3").advance_to(third.copies_refused)
+            counter("kvcomm_stale_epochs_total").advance_to(third.stale_epochs)
+        return tally.metrics.snapshot()
+
+    return _Parts(operations, counted, close)
 
 
 def _greet(door: _Door, peers: Peers, deadline: float) -> tuple[RingMap, TenantDigest]:

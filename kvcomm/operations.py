@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcomm.block import (
     NO_PARENT,
@@ -23,6 +24,7 @@ from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
+from kvcomm.tally import Tally
 from kvcomm.tier import Block, BlockCopy, TierName
 from kvcomm.wire.messages import Dots
 
@@ -79,9 +81,15 @@ class Operations:
     marks our blocks."""
 
     def __init__(
-        self, blocks: BlockPlane, state: StatePlane | None, tenant: TenantDigest, producer: Incarnation
+        self,
+        blocks: BlockPlane[Any],
+        state: StatePlane | None,
+        tally: Tally,
+        tenant: TenantDigest,
+        producer: Incarnation,
     ) -> None:
         self._blocks = blocks
+        self._tally = tally
         self._state = state
         self._tenant = tenant
         self._producer = producer
@@ -236,7 +244,8 @@ class Operations:
         return namespace
 
     def _fetch(self, keys: Sequence[BlockKey], block_tokens: int) -> Steps[Hit]:
-        prefix: Prefix = yield from self._blocks.fetch(keys)
+        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys))
+        self._tally.fetched(prefix, block_tokens)
         return Hit(tuple(keys), prefix.blocks, block_tokens)
 
     def _publish(
@@ -265,7 +274,9 @@ class Operations:
             )
             return BlockCopy(header, payload)
 
-        stored = yield from self._blocks.publish(keys[first : first + len(blocks)], build)
+        publishing = self._blocks.publish(keys[first : first + len(blocks)], build)
+        stored = yield from self._tally.timed("publish", publishing)
+        self._tally.published(stored, namespace.block_bytes)
         return Published(tuple(stored))
 
 

@@ -1,7 +1,8 @@
-"""``Runtime``: runs a :class:`Machine` under asyncio; the only place where a machine meets the clock and the wire.
+"""``Runtime``: runs a :class:`Machine` under asyncio; the only place where a machine meets the clock and the
+wire.
 
-Events are handed in one at a time, in order of arrival; one that an effect causes at once waits for its turn, so the machine
-is never entered twice.
+Events are handed in one at a time, in order of arrival; one that an effect causes at once waits for its turn,
+so the machine is never entered twice.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvcomm.machine import (
     Received,
     Reply,
     Stop,
-    Ticket,
     Tick,
+    Ticket,
 )
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.serve import ReplyFunction
@@ -38,9 +39,9 @@ class Runtime:
 
     Args:
         clock: monotonic seconds; the machine's ``now``.
-        resolve: node id -> address on the data wire; a ``KVCommError`` or ``KeyError`` answers the ask with ``unavailable``.
-        perform: every effect that is not ``Reply``, ``AskPeer`` or ``Stop``.
-        on_stop: the process must end, and why: the machine said so, or it raised (then nothing is handled any more).
+        resolve: node id -> address on the data wire; a ``KVCommError`` or ``KeyError`` answers the ask with
+        ``unavailable``. perform: every effect that is not ``Reply``, ``AskPeer`` or ``Stop``. on_stop: the
+        process must end, and why: the machine said so, or it raised (then nothing is handled any more).
     """
 
     def __init__(
@@ -86,8 +87,7 @@ class Runtime:
         self._draining = True
         try:
             while self._events and not self._closed:
-                for effect in self._machine.handle(self._events.popleft(), self._clock()):
-                    self._carry_out(effect)
+                self._handle(self._events.popleft())
         except Exception as error:
             self._draining = False
             self._stop(f"broken invariant: {error!r}")
@@ -103,6 +103,12 @@ class Runtime:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._machine.handle(event, self._clock()):
+            if self._closed:
+                return  # stopped: nothing more is said or done
+            self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
@@ -124,10 +130,14 @@ class Runtime:
         try:
             address = self._resolve(effect.node)
         except (KVCommError, KeyError) as error:
-            self.deliver(Answered(effect.ticket, Failure("unavailable", f"no address of {effect.node}: {error}")))
+            self.deliver(
+                Answered(effect.ticket, Failure("unavailable", f"no address of {effect.node}: {error}"))
+            )
             return
         ticket = effect.ticket
-        self._peers.start([Ask(address, effect.message)], effect.deadline, lambda answer: self._answered(ticket, answer))
+        self._peers.start(
+            [Ask(address, effect.message)], effect.deadline, lambda answer: self._answered(ticket, answer)
+        )
 
     def _answered(self, ticket: Ticket, answer: Answer) -> None:
         self.deliver(Answered(ticket, answer.message))

@@ -1,10 +1,11 @@
 """``DataServer``: the server's side of the data wire, on an event loop.
 
-Theory of operation.  Every accepted connection first says ``Hello``: protocol, credential and key vector are checked, and
-only then its messages reach the :class:`Service`, under an :class:`Origin` whose tenant the server derived.  Bounds before
-trust: until ``Hello`` was accepted a peer may send a few KiB within a few seconds.  After that a connection is read only
-while its unanswered requests and its unsent bytes are below their bounds (one read, 64 KiB of requests, may overshoot them).
-What one peer does wrong closes its own connection and nothing else.
+Theory of operation.  Every accepted connection first says ``Hello``: protocol, credential and key vector are
+checked, and only then its messages reach the :class:`Service`, under an :class:`Origin` whose tenant the
+server derived.  Bounds before trust: until ``Hello`` was accepted a peer may send a few KiB within a few
+seconds.  After that a connection is read only while its unanswered requests and its unsent bytes are below
+their bounds (one read, 64 KiB of requests, may overshoot them). What one peer does wrong closes its own
+connection and nothing else.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class ReplyFunction(Protocol):
     def __call__(
         self, message: Message, payload: Sequence[Buffer] = (), left: Callable[[], None] | None = None, /
     ) -> None:
-        """``left`` is called once: when the payload's bytes have left, or when the connection died before; until then they
-        must not change."""
+        """``left`` is called once: when the payload's bytes have left, or when the connection died before;
+        until then they must not change."""
         ...
 
 
@@ -65,23 +66,27 @@ class Service(Protocol):
     def sink(self, origin: Origin, message: Message, payload_bytes: int) -> list[memoryview] | None:
         """Where the payload of a request is received; ``None`` = a fresh buffer.
 
-        A ``KVCommError`` that it raises is the reply; the payload is thrown away and ``handle`` is not called.
+        A ``KVCommError`` that it raises is the reply; the payload is thrown away and ``handle`` is not
+        called.
         """
         ...
 
     def handle(
         self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
     ) -> None:
-        """A whole request is here.  Call ``reply`` once, now or later, or raise a ``KVCommError`` that is the reply."""
+        """A whole request is here.  Call ``reply`` once, now or later, or raise a ``KVCommError`` that is the
+        reply."""
         ...
 
     def closed(self, connection: ConnectionId) -> None:
-        """The connection ended.  Called once for every connection that was welcomed; nothing is received for it any more."""
+        """The connection ended.  Called once for every connection that was welcomed; nothing is received for
+        it any more."""
         ...
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on uvloop where it is installed: a small request costs a quarter less on a unix socket."""
+    """``asyncio.run`` on uvloop where it is installed: a small request costs a quarter less on a unix
+    socket."""
     try:
         import uvloop
     except ImportError:
@@ -112,7 +117,8 @@ class DataServer:
             connections_max: further connections are closed at once.
             outstanding_max: unanswered requests of one connection; at the bound it is not read.
             payload_bytes_max: a frame that announces more ends its connection.
-            stall_s: a peer that does not take its replies for so long, or leaves a payload unfinished for one to two times
+            stall_s: a peer that does not take its replies for so long, or leaves a payload unfinished for one
+            to two times
                 as long, is disconnected.
         """
         self.service = service
@@ -134,7 +140,8 @@ class DataServer:
         return len(self._connections)
 
     async def start(self, addresses: Sequence[str]) -> list[str]:
-        """Listen at every address (``tcp://127.0.0.1:0``, ``unix:///path.sock``); the bound addresses in the same order.
+        """Listen at every address (``tcp://127.0.0.1:0``, ``unix:///path.sock``); the bound addresses in the
+        same order.
 
         Raises:
             Refused: an address is in use or cannot be bound; then none is listened on.
@@ -215,8 +222,8 @@ class _Accepted:
             server.hello_timeout_s, self.end, TimeoutError("no Hello in time")
         )
         self._stream = FrameStream(
-            loop, connection, reader=self._reader, outbox=self._outbox, received=self._received, lost=self.end,
-            drained=self._regulate, stall_s=server.stall_s,
+            loop, connection, reader=self._reader, outbox=self._outbox,
+            received=self._received, lost=self.end, drained=self._regulate, stall_s=server.stall_s,
         )  # fmt: skip
 
     def end(self, error: Exception) -> None:
@@ -263,9 +270,6 @@ class _Accepted:
         except KVCommError as error:
             self._say_goodbye(error)
             return
-        except Exception as error:
-            self.end(error)  # a bug of ours or the service's; the loop's exception handler reports it
-            raise
         finally:
             self._corked = False
         if self._outbox:

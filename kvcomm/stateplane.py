@@ -15,7 +15,7 @@ siblings.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import quote, unquote
@@ -23,6 +23,7 @@ from urllib.parse import quote, unquote
 from kvcomm.errors import Conflict, TooLarge
 from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
+from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
 from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 
@@ -71,20 +72,21 @@ def record_path(name: bytes) -> tuple[str, ...]:
 
 
 class StatePlane:
-    """Operations on records.  ``observe`` hears of every answer (metrics); one plane may be used by many
-    threads: the only shared state is the context memory, whose single operations are atomic."""
+    """Operations on records.  One plane may be used by many threads: the only shared state is the context
+    memory, whose single operations are atomic."""
 
-    def __init__(self, records: Records, observe: Callable[[RecordAnswer], None]) -> None:
+    def __init__(self, records: Records, tally: Tally) -> None:
         self._records = records
-        self._observe = observe
+        self._tally = tally
         self._contexts: OrderedDict[bytes, Dots] = OrderedDict()
 
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
         """Read records in one batch; absent ones have no values."""
-        answers: list[RecordAnswer] = yield from self._records.record_get(names)
+        reading = self._records.record_get(names)
+        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading)
         for name, answer in zip(names, answers, strict=True):
             self._remember(name, answer.context)
-            self._observe(answer)
+            self._tally.read(answer)
         return [StateValue(answer.values, answer.context, answer.degraded) for answer in answers]
 
     def put(self, writes: Sequence[tuple[bytes, bytes | None, Dots | None]]) -> Steps[list[RecordVersion]]:
@@ -103,14 +105,16 @@ class StatePlane:
             RecordWrite(name, value, self._contexts.get(name, {}) if context is None else context)
             for name, value, context in writes
         ]
-        versions: list[RecordVersion] = yield from self._records.record_put(batch)
+        writing = self._records.record_put(batch)
+        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing)
+        self._tally.wrote(len(versions))
         for write, version in zip(batch, versions, strict=True):
             self._remember(write.key, version.context)
         return versions
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
-        return (yield from self._records.record_scan(prefix))
+        return (yield from self._tally.timed("record_scan", self._records.record_scan(prefix)))
 
     def manifest(self, name: bytes) -> Steps[Manifest | None]:
         """The head of a context; ``None`` when there is none.

@@ -5,9 +5,9 @@ The tiers never see each other; ``kvcomm.client`` asks them in order and moves b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.steps import Steps, Waiter
@@ -68,47 +68,90 @@ PutStatus = Literal[
 stored, and why."""
 
 
-class Flight(Waiter, Protocol):
-    """A load that another reader of this process has started."""
+class News(Protocol):
+    """What became of keys that other readers of this process load."""
 
     @property
-    def block(self) -> Block | None:
-        """What it brought; ``None`` while it is not done, and when it failed."""
-        ...
-
-
-class Claim(Protocol):
-    """Who loads which of the claimed keys (single-flight)."""
-
-    @property
-    def mine(self) -> Sequence[int]:
-        """Positions that the claimer loads; putting the block into L1 lands the flight."""
+    def landed(self) -> Sequence[tuple[bytes, Block | None]]:
+        """``None``: nobody has it."""
         ...
 
     @property
-    def theirs(self) -> Mapping[int, Flight]:
-        """Positions that another reader is loading already."""
-        ...
-
-    def release(self) -> None:
-        """End the claimer's flights; those without a block have failed.  Idempotent."""
+    def inherited(self) -> Sequence[bytes]:
+        """Keys whose reader failed; ours to load now."""
         ...
 
 
-class Near(Protocol):
-    """L1: in the agent's process, plain calls, thread-safe."""
+class Claim(Waiter, Protocol):
+    """One reader's share of loading what L1 lacks (single flight): of all who miss a key, one loads it for
+    all.
+
+    Load what is yours before you park: that order is why readers cannot wait for each other in a circle.
+    """
+
+    @property
+    def blocks(self) -> Sequence[Block | None]:
+        """What L1 has by now, one a key of the claim."""
+        ...
+
+    @property
+    def mine(self) -> Sequence[BlockKey]: ...
+
+    @property
+    def follows(self) -> Sequence[BlockKey]:
+        """Keys that others load, until :meth:`take` has told what became of them."""
+        ...
+
+    def landed(self, block: Block, now: float) -> None:
+        """Put a loaded block into L1 and hand it to those who wait for it."""
+        ...
+
+    def failed(self, keys: Sequence[BlockKey], now: float) -> None:
+        """These could not be loaded; a follower may try."""
+        ...
+
+    def take(self, now: float) -> News: ...
+
+    def patience(self) -> float:
+        """When to :meth:`take` even without being called back, monotonic seconds."""
+        ...
+
+    def close(self, now: float) -> None:
+        """Hand over what is not loaded.  Idempotent."""
+        ...
+
+
+M = TypeVar("M")
+
+
+class Near(Protocol[M]):
+    """L1: in the agent's process, plain calls, thread-safe.  ``M`` is its notion of a moment."""
 
     def get(self, keys: Sequence[BlockKey]) -> list[Block | None]: ...
 
-    def put(self, block: Block) -> None: ...
+    def put(self, block: Block) -> PutStatus: ...
 
-    def claim(self, keys: Sequence[BlockKey]) -> Claim: ...
-
-    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
-        """Which keys L3 was without a short while ago."""
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make a run that was put block by block outlive older ones, its head longest."""
         ...
 
-    def mark_absent(self, keys: Sequence[BlockKey], now: float) -> None: ...
+    def claim(self, keys: Sequence[BlockKey], now: float, deadline: float) -> Claim: ...
+
+    @property
+    def moment(self) -> M:
+        """To be read before other tiers are asked: an absence found out since then may be outdated by a
+        local put."""
+        ...
+
+    def maybe_remote(self, key: BlockKey) -> bool:
+        """``False``: L3 certainly does not hold the key, do not ask."""
+        ...
+
+    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
+        """Which keys no tier had a short while ago."""
+        ...
+
+    def mark_absent(self, keys: Sequence[BlockKey], now: float, since: M) -> None: ...
 
     def forget_absent(self, keys: Sequence[BlockKey]) -> None: ...
 

@@ -65,6 +65,11 @@ class Party(Generic[V]):
     inherited: list[bytes] = field(default_factory=list)
 
     @property
+    def untold(self) -> list[bytes]:
+        """Keys of which :meth:`Flights.take` has yet to say what became of them."""
+        return [*self.follows, *(key for key, _ in self.landed), *self.inherited]
+
+    @property
     def has_news(self) -> bool:
         """Whether waiting makes no sense: there is something to take, or nothing to wait for."""
         return bool(self.landed or self.inherited or not self.follows)
@@ -168,9 +173,15 @@ class Flights(Generic[V]):
         return self._pass_on(party, party.leads, now, failed=now >= self._stalls_at(party))
 
     def take(self, party: Party[V], now: float) -> tuple[News[V], list[Party[V]]]:
-        """The news, once; and the parties to wake."""
+        """The news, once; and the parties to wake.
+
+        A key that was inherited and, before this call, lost again for want of progress is told as a miss.
+        """
         woken = self.expire(now)
-        news = News(party.landed, [key for key in party.inherited if key in party.leads])
+        known = {key for key, _ in party.landed}
+        lost = [key for key in party.inherited if key not in party.leads and key not in known]
+        inherited = [key for key in party.inherited if key in party.leads]
+        news = News(party.landed + [(key, None) for key in lost], inherited)
         party.landed, party.inherited = [], []
         return news, [other for other in woken if other is not party]
 
@@ -190,7 +201,7 @@ class Flights(Generic[V]):
     def patience(self, party: Party[V]) -> float:
         """When ``party`` should :meth:`take` unwoken: its deadline, or the first time a leader may stall."""
         leaders = {self._flights[key].leader.order: self._flights[key].leader for key in party.follows}
-        return min(party.deadline, *map(self._stalls_at, leaders.values()))
+        return min((party.deadline, *map(self._stalls_at, leaders.values())))
 
     def __len__(self) -> int:
         """Keys in flight."""

@@ -24,7 +24,7 @@ Moment = NewType("Moment", int)
 """How many keys had been put when a reader began to ask."""
 
 ABSENT_ENTRIES = 65_536
-RECENT_PUTS = 4_096
+RECENT_PUTS = 16_384
 """Puts remembered one by one.  The marks of a reader that asked before all of these are ignored."""
 
 JITTER_RATIO = 0.1

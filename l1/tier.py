@@ -395,8 +395,9 @@ class Claim:
 
     @property
     def follows(self) -> list[BlockKey]:
-        """Keys that other readers load and of which nothing is known yet."""
-        return self._tier._keys(self._party.follows)
+        """Keys that others load, until :meth:`take` has told what became of them."""
+        with self._tier._gate:
+            return [BlockKey(key) for key in self._party.untold]
 
     def landed(self, block: Block, now: float) -> None:
         """Put a verified block into L1 and hand it to the followers."""

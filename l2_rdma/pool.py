@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcomm.block import Incarnation
 from kvcomm.blockservice import BlockService
-from kvcomm.blockstore import StoreUsage
+from kvcomm.blockstore import BlockStore
 from kvcomm.credentials import Credentials
 from kvcomm.errors import ConfigError
 from kvcomm.serve import DataServer
@@ -55,8 +55,9 @@ class RunningPool:
     addresses: list[str]
     """Bound data-wire addresses, in the order that was asked for."""
     region: str
-    usage: Callable[[], StoreUsage]
-    """For the metrics; call it in the event loop's thread."""
+    store: BlockStore
+    """For the control wire and the metrics; to be used in the event loop's thread only."""
+    server: DataServer
 
 
 async def run_pool(
@@ -136,7 +137,7 @@ async def _serve(
     bound = await server.start(addresses)
     backing = asyncio.create_task(_back(owner, region, stop))
     try:
-        ready(RunningPool(bound, str(region.path), owner.usage))
+        ready(RunningPool(bound, str(region.path), owner, server))
         while not stop.is_set():
             owner.tick(clock())
             await _until(owner, stop, clock)

@@ -30,8 +30,8 @@ VOCAB_SIZE = 512
 SLIDING_WINDOW = 48
 """Of every other Gemma layer: three blocks, so that tests reach past it."""
 
-_CORPUS = """the planner asks an agent to plan; the agent calls a tool, the tool reads a block of a shard under
-its lease, and the critic reviews the patch: which epoch, which prefix, which token, layer, head, key and value
+_CORPUS = """the planner asks an agent to plan; the agent calls a tool, the tool reads a block of a shard
+under its lease, and the critic reviews the patch: which epoch, prefix, token, layer, head, key and value
 does the test state"""
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvcomm import __version__
 from kvcomm.cli.options import ConfigOption, JsonOption
+from kvcomm.cli.sizes import size_text
 
 if TYPE_CHECKING:
     from kvcomm.config import Config
@@ -62,9 +64,8 @@ def _show(findings: list[Finding]) -> None:
 
 
 def _software(config: Path | None, reclaim: bool) -> Iterator[Finding]:
-    version = importlib.metadata.version("kvcomm")
     yield Finding(
-        "software", "ok", f"kvcomm {version}, Python {platform.python_version()}, {platform.machine()}"
+        "software", "ok", f"kvcomm {__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
     if platform.machine() not in ("x86_64", "AMD64"):
         yield Finding(
@@ -97,7 +98,8 @@ def _memory(settings: Config) -> Iterator[Finding]:
     free_bytes = room.f_bavail * room.f_frsize
     cluster, cache = settings.cluster, settings.cache
     want_bytes = cluster.pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
-    text = f"{_size(want_bytes)} wanted by cache.l2_size and cache.l3_size, {_size(free_bytes)} free in {SHM}"
+    want, free = size_text(want_bytes), size_text(free_bytes)
+    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM}"
     yield Finding("shared memory", "ok" if want_bytes <= free_bytes else "problem", text)
 
 
@@ -166,14 +168,6 @@ def _timed(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 _CHECKS = (_software, _configuration, _regions, _instances)

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from controller.supervisor import NodeSpec
     from kvcomm.config import Config
     from kvcomm.instance import Instance
+    from kvcomm.machine import Event
+    from kvcomm.wire.messages import RingMap
+
+
+EMBEDDED_CONFIG = "cache: {l2_size: 5%, l3_size: 2%}\n"
+"""Where nobody configured anything: a guest in somebody's process takes less than a server would."""
 
 
 def up(
@@ -39,18 +45,30 @@ def up(
     from kvcomm.serve import run
     from kvcomm.settings import load_config
 
-    settings = load_config(config)
+    load_config(config)  # a mistake in it is told before anything is made
     try:
         cluster = Instance.create(instance)
     except InstanceExists:
         cluster = Instance.open(instance)
     with _alone(cluster):
         _reclaim()
+        written = _write_config(cluster, config, lifeline)
         try:
-            run(_run(cluster, settings, config, lifeline))
+            run(_run(cluster, load_config(written), written, lifeline))
         finally:
             if lifeline:
                 cluster.remove()
+
+
+def _write_config(cluster: Instance, config: Path | None, lifeline: bool) -> Path:
+    """One copy for all nodes of this run, also those that are started again later."""
+    from kvcomm.settings import config_source
+
+    source = config_source(config)
+    text = source.read_text() if source else EMBEDDED_CONFIG if lifeline else ""
+    path = cluster.directory / "kvcomm.yaml"
+    path.write_text(text)
+    return path
 
 
 @contextlib.contextmanager
@@ -77,16 +95,16 @@ def _reclaim() -> None:
         sys.stderr.write(f"kvcomm: removed {path}, left behind by a killed process\n")
 
 
-async def _run(cluster: Instance, settings: Config, config: Path | None, lifeline: bool) -> None:
+async def _run(cluster: Instance, settings: Config, config: Path, lifeline: bool) -> None:
     from kvcomm.cli.signals import stop_event
 
     stop = stop_event(lifeline)
     server = _supervisor(cluster, settings, config)
-    server.on_ready = lambda: _say_ready(cluster, server, lifeline)
+    server.on_ready = lambda: _say_ready(cluster, settings, lifeline)
     await server.run(stop)
 
 
-def _supervisor(cluster: Instance, settings: Config, config: Path | None) -> SupervisorServer:
+def _supervisor(cluster: Instance, settings: Config, config: Path) -> SupervisorServer:
     from controller.launcher import LocalLauncher
     from controller.server import SupervisorServer
     from controller.supervisor import RingRules, Supervisor
@@ -114,9 +132,9 @@ def _specs(settings: Config) -> list[NodeSpec]:
     return pools + shards
 
 
-def _command(cluster: Instance, spec: NodeSpec, config: Path | None) -> list[str]:
+def _command(cluster: Instance, spec: NodeSpec, config: Path) -> list[str]:
     command = [sys.executable, "-m", "kvcomm.cli", spec.role, "--instance", cluster.name, "--node", spec.node]
-    return command + (["--config", str(config)] if config else [])
+    return [*command, "--config", str(config), "--lifeline"]
 
 
 def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
@@ -128,3 +146,49 @@ def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
             remote = next((each for each in record.addresses if each.startswith("tcp:")), "")
             return Registration(remote, local, record.control)
     return None
+
+
+def _hand_ring(cluster: Instance) -> Callable[[str, RingMap], Awaitable[bool]]:
+    """Gives a shard its map over the control wire; the call blocks a worker thread, not the loop."""
+    from kvcomm.control import ControlClient
+    from kvcomm.credentials import NODE_TENANT
+    from kvcomm.errors import KVCommError
+
+    token = cluster.credentials().token(NODE_TENANT)
+
+    def hand(control: str, ring: RingMap) -> bool:
+        try:
+            with ControlClient(control, token) as client:
+                return client.set_ring(ring, timeout_s=2.0) >= ring.epoch
+        except KVCommError as error:
+            sys.stderr.write(f"kvcomm: {control} did not take ring epoch {ring.epoch}: {error.message}\n")
+            return False
+
+    return lambda control, ring: asyncio.to_thread(hand, control, ring)
+
+
+def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
+    from kvcomm.embedded import READY_LINE
+
+    if lifeline:
+        sys.stdout.buffer.write(READY_LINE)
+        sys.stdout.buffer.flush()
+        return
+    nodes = ", ".join(record.node for record in cluster.nodes())
+    sys.stdout.write(f"cluster {cluster.name!r} is up: {nodes}\n")
+    sys.stdout.write(f"logs: {cluster.directory / 'logs'}; stop with Ctrl-C\n")
+    if not settings.storage.directory:
+        sys.stdout.write(
+            f"records are kept in {cluster.directory}; set storage.directory for a lasting place\n"
+        )
+    sys.stdout.flush()
+
+
+def _say_exit(event: Event, logs: Path) -> None:
+    from controller.supervisor import NodeExited
+
+    if isinstance(event, NodeExited):
+        log = logs / f"{event.node}.log"
+        sys.stderr.write(
+            f"kvcomm: {event.node} ended with code {event.code} and is started again; log: {log}\n"
+        )

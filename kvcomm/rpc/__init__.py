@@ -1,8 +1,8 @@
 """The client's side of the data wire.
 
-``blocking`` is for agents' threads, ``asynchronous`` for event loops; both run the ``Steps`` of ``kvcomm.steps`` over the
-same sans-I/O ``session``.  The asynchronous names are loaded when first used: asyncio would be most of the time that
-``import kvcomm`` takes.
+``blocking`` is for agents' threads, ``asynchronous`` for event loops; both run the ``Steps`` of
+``kvcomm.steps`` over the same sans-I/O ``session``.  The asynchronous names are loaded when first used:
+asyncio would be most of the time that ``import kvcomm`` takes.
 """
 
 from typing import TYPE_CHECKING, Any

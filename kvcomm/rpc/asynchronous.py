@@ -1,9 +1,11 @@
-"""``AsyncPeers``: the asyncio client; one multiplexed connection a peer, and the driver that runs ``Steps`` over them.
+"""``AsyncPeers``: the asyncio client; one multiplexed connection a peer, and the driver that runs ``Steps``
+over them.
 
-Requests of all operations share the connection to a peer and are matched by number.  An operation that ends early
-(cancelled, out of time) gives up its own requests only: their replies are thrown away when they come.  A request that is
-half sent then is sent to its end, so the buffers of a given-up *put* must still be left unchanged until the peer's answer or
-the end of the connection; blocks are protected by their checksum in any case.
+Requests of all operations share the connection to a peer and are matched by number.  An operation that ends
+early (cancelled, out of time) gives up its own requests only: their replies are thrown away when they come.
+A request that is half sent then is sent to its end, so the buffers of a given-up *put* must still be left
+unchanged until the peer's answer or the end of the connection; blocks are protected by their checksum in any
+case.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable, failure_to_error
+from kvcomm.errors import Unavailable, failure_to_error
 from kvcomm.rpc.session import Exchange, Identity, Session, lost_reason
 from kvcomm.rpc.sockets import connecting_result, start_connecting
 from kvcomm.rpc.stream import FrameStream
@@ -93,8 +95,8 @@ class AsyncPeers:
     def start(
         self, asks: Sequence[Ask], deadline: float, done: Callable[[Answer], None] | None = None
     ) -> list[Request]:
-        """Start requests without waiting; ``done`` is called for each when it has an answer (before this returns, if it
-        failed at once).
+        """Start requests without waiting; ``done`` is called for each when it has an answer (before this
+        returns, if it failed at once).
 
         Raises:
             ConfigError: an address is not one.
@@ -153,8 +155,9 @@ class AsyncPeers:
 async def run_async(steps: Steps[T], peers: AsyncPeers, deadline: float) -> T:
     """Run an operation to its end and return its result; what it emits is dropped.
 
-    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure`` answers; only
-    what ``steps`` raises itself is raised here.  Cancellation closes ``steps`` and gives its requests up.
+    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure``
+    answers; only what ``steps`` raises itself is raised here.  Cancellation closes ``steps`` and gives its
+    requests up.
     """
     operation = _Operation(peers, deadline)
     try:
@@ -169,7 +172,7 @@ async def run_async(steps: Steps[T], peers: AsyncPeers, deadline: float) -> T:
         steps.close()
 
 
-async def iterate_async(steps: Steps[Any], peers: AsyncPeers, deadline: float) -> AsyncIterator[Any]:
+async def iterate_async(steps: Steps[Any], peers: AsyncPeers, deadline: float) -> AsyncGenerator[Any, None]:
     """Run an operation as far as each item that it emits.  ``aclose()`` gives the rest up."""
     operation = _Operation(peers, deadline)
     try:

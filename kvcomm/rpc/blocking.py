@@ -1,9 +1,10 @@
-"""``Peers``: the blocking client; a thread-safe pool of connections, and the driver that runs ``Steps`` over them.
+"""``Peers``: the blocking client; a thread-safe pool of connections, and the driver that runs ``Steps`` over
+them.
 
-Theory of operation.  An operation has one connection a peer, checked out of the pool, so nothing but the pool itself is
-shared between threads.  Its waits move every connection of the operation at once, sends and receives together: a peer that
-stops reading until its replies are taken (both sides hold payloads) is never met by a client that only sends.  What is
-outstanding when the operation ends dies with its connection.
+Theory of operation.  An operation has one connection a peer, checked out of the pool, so nothing but the pool
+itself is shared between threads.  Its waits move every connection of the operation at once, sends and
+receives together: a peer that stops reading until its replies are taken (both sides hold payloads) is never
+met by a client that only sends.  What is outstanding when the operation ends dies with its connection.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from kvcomm.block import Buffer
-from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable, failure_to_error
+from kvcomm.errors import Corrupt, TooLarge, Unavailable, failure_to_error
 from kvcomm.rpc.link import Link
 from kvcomm.rpc.session import Exchange, Identity, lost_reason
 from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait
@@ -71,15 +72,15 @@ class Peers:
             for link in links:
                 link.close()
 
-    def take(self, address: str, *, fresh: bool = False) -> Link:
+    def take(self, address: str, deadline: float, *, fresh: bool = False) -> Link:
         """A connection for one operation; an idle one unless ``fresh``.
 
         Raises:
             Unavailable: cannot connect.
         """
+        self._forget_after_fork()
         while not fresh:
             with self._lock:
-                self._forget_after_fork()
                 idle = self._idle.get(address)
                 if not idle:
                     break
@@ -88,7 +89,8 @@ class Peers:
                 link.reused = True
                 return link
             link.close()
-        return Link(address, self.identity, connect_timeout_s=self.connect_timeout_s, clock=self.clock)
+        connect_timeout_s = min(self.connect_timeout_s, max(0.0, deadline - self.clock()))
+        return Link(address, self.identity, connect_timeout_s=connect_timeout_s, clock=self.clock)
 
     def give_back(self, link: Link) -> None:
         """An operation is done with ``link``."""
@@ -101,16 +103,21 @@ class Peers:
         link.close()
 
     def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._idle = {}
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # a thread that the child does not have may have held it
+        idle, self._idle = self._idle, {}
+        for links in idle.values():
+            for link in links:
+                link.close()  # our descriptor only: the parent's connection stands
 
 
 def run_blocking(steps: Steps[T], peers: Peers, deadline: float) -> T:
     """Run an operation to its end and return its result; what it emits is dropped.
 
-    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure`` answers; only
-    what ``steps`` raises itself is raised here.
+    ``deadline`` is absolute seconds of ``peers.clock``.  Trouble with peers reaches ``steps`` as ``Failure``
+    answers; only what ``steps`` raises itself is raised here.
     """
     driver = _drive(steps, peers, deadline)
     while True:
@@ -121,7 +128,7 @@ def run_blocking(steps: Steps[T], peers: Peers, deadline: float) -> T:
             return result
 
 
-def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Iterator[Any]:
+def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Generator[Any, None, None]:
     """Run an operation as far as each item that it emits.  Close the iterator to give the rest up."""
     return _drive(steps, peers, deadline)
 
@@ -145,9 +152,11 @@ def _drive(steps: Steps[T], peers: Peers, deadline: float) -> Steps[T]:
 
 
 class Connection:
-    """One connection that its owner holds; its life is the life of what the server ties to it (pins, reservations).
+    """One connection that its owner holds; its life is the life of what the server ties to it (pins,
+    reservations).
 
-    Not thread-safe.  A call that fails in any other way than by the server's own ``Failure`` has closed the connection.
+    Not thread-safe.  A call that fails in any other way than by the server's own ``Failure`` has closed the
+    connection.
     """
 
     def __init__(self, operation: _Operation, address: str, welcome: Welcome) -> None:
@@ -223,7 +232,7 @@ class _Operation:
     # -- held connections
 
     def greet(self, address: str) -> Welcome:
-        link = self._links[address] = self._peers.take(address)
+        link = self._links[address] = self._peers.take(address, self.deadline)
         while link.session.welcome is None:
             left_s = min(self.deadline, link.greet_deadline) - self._clock()
             if left_s <= 0:
@@ -279,7 +288,7 @@ class _Operation:
         link = self._links.get(exchange.ask.address)
         if link is None:
             try:
-                link = self._peers.take(exchange.ask.address, fresh=fresh)
+                link = self._peers.take(exchange.ask.address, self.deadline, fresh=fresh)
             except Unavailable as error:
                 exchange.finish(Answer(Failure(error.code, error.message), [], now))
                 return None

@@ -1,4 +1,5 @@
-"""``Link``: one blocking connection to a peer; it moves a :class:`Session`'s bytes and waits no longer than it is told."""
+"""``Link``: one blocking connection to a peer; it moves a :class:`Session`'s bytes and waits no longer than
+it is told."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kvcomm.rpc.sockets import connecting_result, set_timeout_option, start_conn
 from kvcomm.wire.address import parse_address
 
 _KERNEL_WAIT_S = 0.25
-"""A receive that is all there is to do waits in the kernel, at most so long at a time; shorter waits go through poll."""
+"""A receive that is all there is to do waits in the kernel, at most so long at a time; shorter waits go
+through poll."""
 
 _NOW = socket.MSG_DONTWAIT
 _SEND_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -22,11 +24,12 @@ _SEND_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 class Link:
     """A socket and its session.
 
-    Once connected the socket is in blocking mode with a receive timeout set once, so that the common wait (a request is out,
-    nothing else to do) is one system call; everything that must not block says so with ``MSG_DONTWAIT``.
+    Once connected the socket is in blocking mode with a receive timeout set once, so that the common wait (a
+    request is out, nothing else to do) is one system call; everything that must not block says so with
+    ``MSG_DONTWAIT``.
 
-    :meth:`on_events`, :meth:`send` and :meth:`receive` raise ``OSError``, ``Corrupt`` or ``TooLarge`` when the connection is
-    of no further use.
+    :meth:`on_events`, :meth:`send` and :meth:`receive` raise ``OSError``, ``Corrupt`` or ``TooLarge`` when
+    the connection is of no further use.
     """
 
     def __init__(
@@ -100,7 +103,8 @@ class Link:
             self._receive(_NOW)
 
     def alive(self) -> bool:
-        """Whether the connection, which is idle, has neither ended nor said anything unasked.  Does not wait."""
+        """Whether the connection, which is idle, has neither ended nor said anything unasked.  Does not
+        wait."""
         return self._pid == os.getpid() and not self._readable.poll(0)
 
     def close(self) -> None:

@@ -1,15 +1,16 @@
-"""``Session``: the client's side of one connection, sans I/O; the blocking and the asyncio client both drive it.
+"""``Session``: the client's side of one connection, sans I/O; the blocking and the asyncio client both drive
+it.
 
-Theory of operation.  A session greets first: ``Hello`` goes out at once, and every request is *held* until ``Welcome`` has
-come, so that a request to a server that never answered was certainly not received.  Then held requests move to the outbox
-as long as it is below its high-water mark.  An :class:`Exchange` walks through::
+Theory of operation.  A session greets first: ``Hello`` goes out at once, and every request is *held* until
+``Welcome`` has come, so that a request to a server that never answered was certainly not received.  Then held
+requests move to the outbox as long as it is below its high-water mark.  An :class:`Exchange` walks through::
 
     held -> queued -> sent (its last byte was taken) -> begun (its reply arrives) -> answered
        \\________\\_______\\_____________________________\\-> failed
 
-``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, or idempotent), else
-``outcome_unknown``.  An exchange that was given up stays in the table until its reply has been thrown away, so that no late
-byte is written to a destination that the caller has back.
+``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, or idempotent),
+else ``outcome_unknown``.  An exchange that was given up stays in the table until its reply has been thrown
+away, so that no late byte is written to a destination that the caller has back.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _HELLO_NUMBER = 0
 
 
 def _key_vector() -> BlockKey:
-    """Key of a block that never changes: two sides that derive another one would never find each other's blocks."""
+    """Key of a block that never changes: two sides that derive another one would never find each other's
+    blocks."""
     vector = Namespace(
-        model="kvcomm/vector", revision="1", tokenizer="1", vocab_size=64, dtype="float16", layout="LKHTD", layers=2,
-        kv_heads=2, head_dim=8, block_tokens=4, rope="default", rope_parameters={"theta": 10000.0},
+        model="kvcomm/vector", revision="1", tokenizer="1", vocab_size=64, dtype="float16", layout="LKHTD",
+        layers=2, kv_heads=2, head_dim=8, block_tokens=4, rope="default", rope_parameters={"theta": 10000.0},
     )  # fmt: skip
     tokens = range(2 * vector.block_tokens)
     return block_keys(vector, tokens, lineage=bytes(range(32)), extra=b"vector")[-1]
@@ -66,7 +68,8 @@ class Exchange:
     begun: bool = False
     """Whether its reply has started to arrive."""
     reused: bool = False
-    """Whether it went to a connection that stood before: one that may turn out dead without anybody having read it."""
+    """Whether it went to a connection that stood before: one that may turn out dead without anybody having
+    read it."""
     retried: bool = False
     number: int = 0
     parcel: Parcel | None = None
@@ -101,7 +104,8 @@ class Exchange:
 
 
 class Session:
-    """Numbers requests, matches replies, knows what was sent.  The driver moves bytes: ``outbox`` and ``reader``."""
+    """Numbers requests, matches replies, knows what was sent.  The driver moves bytes: ``outbox`` and
+    ``reader``."""
 
     def __init__(self, identity: Identity) -> None:
         self.outbox = Outbox()
@@ -153,7 +157,8 @@ class Session:
     def give_up(self, exchange: Exchange, reason: str, now: float) -> bool:
         """Answer with a failure; whatever still comes for it touches neither its destination nor its caller.
 
-        False = the request has been sent in part, and its buffers, which the caller may reuse, are still referred to.
+        False = the request has been sent in part, and its buffers, which the caller may reuse, are still
+        referred to.
         """
         parcel, clean = exchange.parcel, True
         if parcel is not None and self.outbox.withdraw(parcel):

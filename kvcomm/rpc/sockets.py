@@ -24,7 +24,8 @@ _KEEPALIVE = (
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once, dead peers are noticed, and a block fits into the buffers of a unix socket.
+    """Small messages leave at once, dead peers are noticed, and a block fits into the buffers of a unix
+    socket.
 
     TCP buffers are left alone: fixing them switches the kernel's own tuning off.
     """
@@ -45,10 +46,11 @@ def set_timeout_option(connection: socket.socket, option: int, timeout_s: float)
 
 
 def start_connecting(address: Address, timeout_s: float) -> socket.socket:
-    """A non-blocking socket on its way to ``address``; it is writable when it is there or failed (``SO_ERROR``).
+    """A non-blocking socket on its way to ``address``; it is writable when it is there or failed
+    (``SO_ERROR``).
 
-    A unix socket connects at once, or within ``timeout_s`` when the server's backlog is full.  A host *name* is looked up
-    by the system's resolver, which keeps its own time.
+    A unix socket connects at once, or within ``timeout_s`` when the server's backlog is full.  A host *name*
+    is looked up by the system's resolver, which keeps its own time.
 
     Raises:
         OSError: it failed at once.
@@ -83,9 +85,11 @@ def connecting_result(connecting: socket.socket) -> None:
 
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
-    """A non-blocking listening socket and where it is bound (port 0 is replaced by the one that was given out).
+    """A non-blocking listening socket and where it is bound (port 0 is replaced by the one that was given
+    out).
 
-    A unix socket is for its owner alone (0600) from the moment it can be seen; the file that a dead server left is replaced.
+    A unix socket is for its owner alone (0600) from the moment it can be seen; the file that a dead server
+    left is replaced.
 
     Raises:
         Refused: the address is in use or cannot be bound; the message names it.
@@ -117,32 +121,22 @@ def _listen_unix(address: Address) -> tuple[socket.socket, Address]:
     if _is_served(address.path):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    scratch = _scratch_path(address.path)
     try:
-        # Bound aside and moved into place: nobody sees it with wider permissions, and a stale file is replaced in one step.
+        os.fchmod(listening.fileno(), 0o600)  # what bind makes has the mode of the socket: it is never wider
         with suppress(FileNotFoundError):
-            os.unlink(scratch)
-        listening.bind(scratch)
-        os.chmod(scratch, 0o600)
+            os.unlink(address.path)
+        listening.bind(address.path)
         listening.listen(_BACKLOG)
         listening.setblocking(False)
-        os.rename(scratch, address.path)
     except BaseException:
         listening.close()
-        with suppress(FileNotFoundError):
-            os.unlink(scratch)
         raise
     return listening, address
 
 
-def _scratch_path(path: str) -> str:
-    """A name beside ``path`` that is no longer than it needs to be (``sun_path`` is short)."""
-    directory, _ = os.path.split(path)
-    return os.path.join(directory, f".{os.getpid():x}")
-
-
 def _is_served(path: str) -> bool:
-    """Whether a living server listens at ``path``; raises ``OSError`` if something else than a socket is there."""
+    """Whether a living server listens at ``path``; raises ``OSError`` if something else than a socket is
+    there."""
     if not os.path.lexists(path):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -49,18 +49,20 @@ class StoreUsage(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., quarantined_count: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node", "address", "control", "rack", "weight")
+    __slots__ = ("node", "address", "local_address", "control", "rack", "weight")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     RACK_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
+    local_address: str
     control: str
     rack: str
     weight: int
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., control: _Optional[str] = ..., rack: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., control: _Optional[str] = ..., rack: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Ring(_message.Message):
     __slots__ = ("epoch", "replicas", "write_quorum", "read_quorum", "block_copies", "shards", "pools")

@@ -135,11 +135,13 @@ class FrameReader:
 
     @property
     def receiving(self) -> Frame | None:
-        """The frame whose payload is being received; while there is one, :meth:`buffer` may be filled in one blocking read."""
+        """The frame whose payload is being received; while there is one, :meth:`buffer` may be filled in one
+        blocking read."""
         return self._waiting
 
     def discard(self, request: int) -> None:
-        """Stop writing to the destination of ``request``'s payload, which may be half received; the rest is thrown away.
+        """Stop writing to the destination of ``request``'s payload, which may be half received; the rest is
+        thrown away.
 
         The frame still comes out of :meth:`advance`, with a payload that means nothing.
         """

@@ -28,7 +28,8 @@ class Parcel:
 class Outbox:
     """First in, first out.
 
-    ``left`` of a parcel is called exactly once: with True when its last byte was taken, with False by :meth:`clear`.
+    ``left`` of a parcel is called exactly once: with True when its last byte was taken, with False by
+    :meth:`clear`.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class Outbox:
                     parcel.left(True)
 
     def withdraw(self, parcel: Parcel) -> bool:
-        """Take a parcel back of which nothing was sent yet; False when it is too late.  Its ``left`` is not called."""
+        """Take a parcel back of which nothing was sent yet; False when it is too late.  Its ``left`` is not
+        called."""
         if parcel.begun or parcel not in self._parcels:
             return False
         self._parcels.remove(parcel)

@@ -154,7 +154,8 @@ def _undocumented_keys(config: Source, reference: str | None) -> list[str]:
             )
             if not said:
                 missing.append(f"{node.name}.{name}: no word on its consequence in {config.path}")
-            if reference is not None and not re.search(rf"\b{name}\b", reference):
+            key = re.sub(r"_(bytes|s)$", "", name)  # in the file the value names its unit, not the key
+            if reference is not None and not re.search(rf"\b(?:{name}|{key})\b", reference):
                 missing.append(f"{node.name}.{name}: not in the configuration reference")
     return missing
 

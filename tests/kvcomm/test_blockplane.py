@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from kvcomm.blockplane import BlockPlane, Prefix
 from kvcomm.namespace import Namespace
 from kvcomm.steps import Emit, Park, Steps
 from kvcomm.tier import Block, BlockCopy, Presence, PutStatus, TierName
+from l1.tier import L1Tier
 
 T = TypeVar("T")
 
@@ -86,53 +88,6 @@ class DictTier:
         return statuses
 
 
-@dataclass(eq=False)
-class DictFlight:
-    block: Block | None = None
-
-    def add_callback(self, call: Callable[[], None]) -> None:
-        call()
-
-
-@dataclass(eq=False)
-class DictClaim:
-    near: DictNear
-    mine: Sequence[int]
-    theirs: dict[int, DictFlight]
-
-    def release(self) -> None:
-        self.near.claims.discard(id(self))
-
-
-@dataclass
-class DictNear:
-    blocks: dict[BlockKey, Block] = field(default_factory=dict)
-    absent: set[BlockKey] = field(default_factory=set)
-    flying: dict[BlockKey, DictFlight] = field(default_factory=dict)
-    claims: set[int] = field(default_factory=set)
-
-    def get(self, keys: Sequence[BlockKey]) -> list[Block | None]:
-        return [self.blocks.get(key) for key in keys]
-
-    def put(self, block: Block) -> None:
-        self.blocks[block.key] = block
-
-    def claim(self, keys: Sequence[BlockKey]) -> DictClaim:
-        theirs = {position: self.flying[key] for position, key in enumerate(keys) if key in self.flying}
-        claim = DictClaim(self, [position for position in range(len(keys)) if position not in theirs], theirs)
-        self.claims.add(id(claim))
-        return claim
-
-    def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
-        return [key in self.absent for key in keys]
-
-    def mark_absent(self, keys: Sequence[BlockKey], now: float) -> None:
-        self.absent.update(keys)
-
-    def forget_absent(self, keys: Sequence[BlockKey]) -> None:
-        self.absent.difference_update(keys)
-
-
 def run(steps: Steps[T], emitted: list[Any] | None = None, park: Callable[[Park], bool] | None = None) -> T:
     """Drive an operation that asks nobody."""
     answer: Any = None
@@ -152,7 +107,14 @@ def run(steps: Steps[T], emitted: list[Any] | None = None, park: Callable[[Park]
         return result
 
 
-def plane(near: DictNear, l2: DictTier | None, l3: DictTier | None) -> BlockPlane:
+def near_with(indices: Iterable[int] = ()) -> L1Tier:
+    near = L1Tier(1 << 20)
+    for index in indices:
+        near.put(block_of(index, "l2"))
+    return near
+
+
+def plane(near: L1Tier, l2: DictTier | None, l3: DictTier | None) -> BlockPlane:
     return BlockPlane(near, l2, l3, clock=lambda: 0.0)
 
 
@@ -163,7 +125,7 @@ indices = st.sets(st.integers(0, len(KEYS) - 1))
 def test_fetch_gives_the_longest_prefix_that_can_be_had(
     in_l1: set[int], in_l2: set[int], in_l3: set[int], lost2: set[int], lost3: set[int]
 ) -> None:
-    near = DictNear({KEYS[index]: block_of(index, "l1") for index in in_l1})
+    near = near_with(in_l1)
     l2, l3 = DictTier("l2", set(in_l2), lost2), DictTier("l3", set(in_l3), lost3)
     emitted: list[Block] = []
     prefix: Prefix = run(plane(near, l2, l3).fetch(KEYS), emitted)
@@ -179,18 +141,18 @@ def test_fetch_gives_the_longest_prefix_that_can_be_had(
     assert len(l3.lookups) <= 1
     from_l3 = [index for index, block in enumerate(prefix.blocks) if block.tier == "l3"]
     assert set(from_l3) <= set(l2.puts)  # promoted for the rest of the rack
-    assert not near.claims
+    assert near.stats().flight_count == 0
 
 
 def test_no_round_trip_when_l1_has_everything() -> None:
-    near = DictNear({key: block_of(index, "l1") for index, key in enumerate(KEYS)})
+    near = near_with(range(len(KEYS)))
     l2, l3 = DictTier("l2"), DictTier("l3")
     assert len(run(plane(near, l2, l3).fetch(KEYS)).blocks) == len(KEYS)
     assert l2.lookups == l3.lookups == []
 
 
 def test_an_absence_is_remembered_and_a_local_put_drops_it() -> None:
-    near, l3 = DictNear(), DictTier("l3", {0, 1})
+    near, l3 = near_with(), DictTier("l3", {0, 1})
     blocks = plane(near, None, l3)
     assert len(run(blocks.fetch(KEYS)).blocks) == 2
     run(blocks.fetch(KEYS))
@@ -200,7 +162,7 @@ def test_an_absence_is_remembered_and_a_local_put_drops_it() -> None:
 
 
 def test_an_unreachable_l3_is_a_miss_that_is_not_remembered() -> None:
-    near, l3 = DictNear(), DictTier("l3", {0}, reachable=False)
+    near, l3 = near_with(), DictTier("l3", {0}, reachable=False)
     blocks = plane(near, None, l3)
     assert run(blocks.fetch(KEYS)).blocks == ()
     l3.reachable = True
@@ -216,7 +178,7 @@ def test_publish_writes_to_each_tier_only_what_it_lacks(in_l2: set[int], in_l3: 
         built.append(index)
         return copy_of(index)
 
-    stored = run(plane(DictNear(), l2, l3).publish(KEYS, build))
+    stored = run(plane(near_with(), l2, l3).publish(KEYS, build))
     everything = set(range(len(KEYS)))
     assert set(l2.puts) == everything - in_l2
     assert set(l3.puts) == everything - in_l3
@@ -226,38 +188,74 @@ def test_publish_writes_to_each_tier_only_what_it_lacks(in_l2: set[int], in_l3: 
 
 
 def test_publish_to_dead_tiers_says_so() -> None:
-    stored = run(plane(DictNear(), DictTier("l2", reachable=False), None).publish(KEYS[:1], copy_of))
+    stored = run(plane(near_with(), DictTier("l2", reachable=False), None).publish(KEYS[:1], copy_of))
     assert [(status.l2, status.l3, status.readable) for status in stored] == [("unavailable", None, False)]
 
 
 def test_another_readers_flight_is_waited_for_not_loaded_again() -> None:
-    near, l3 = DictNear(), DictTier("l3", {0, 1, 2})
-    near.flying[KEYS[1]] = flight = DictFlight()
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[1]], 0.0, math.inf)
 
     def land(park: Park) -> bool:
-        assert park.waiter is flight
         assert l3.gets == [0, 2], "our own keys first: nobody waits for somebody who waits for him"
-        flight.block = block_of(1, "l3")
+        other.landed(block_of(1, "l3"), 0.0)
         return True
 
     emitted: list[Block] = []
     assert len(run(plane(near, None, l3).fetch(KEYS[:3]), emitted, land).blocks) == 3
     assert l3.gets == [0, 2]
     assert [block.key for block in emitted] == KEYS[:3]
+    other.close(0.0)
 
 
 def test_a_failed_flight_is_loaded_by_the_follower() -> None:
-    near, l3 = DictNear(), DictTier("l3", {0, 1, 2})
-    near.flying[KEYS[0]] = DictFlight()
-    prefix = run(plane(near, None, l3).fetch(KEYS[:3]), park=lambda park: True)
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[0]], 0.0, math.inf)
+
+    def give_up(park: Park) -> bool:
+        other.close(0.0)
+        return True
+
+    prefix = run(plane(near, None, l3).fetch(KEYS[:3]), park=give_up)
     assert len(prefix.blocks) == 3
     assert l3.gets == [1, 2, 0]
 
 
 def test_an_abandoned_stream_releases_its_claims() -> None:
-    near, l3 = DictNear(), DictTier("l3", {0, 1, 2})
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
     steps = plane(near, None, l3).fetch(KEYS[:3])
     assert isinstance(next(steps), Emit)
-    assert near.claims
+    assert near.stats().flight_count > 0
     steps.close()
-    assert not near.claims
+    assert near.stats().flight_count == 0
+
+
+def test_a_flight_that_lands_while_we_load_our_own_is_not_missed() -> None:
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[1]], 0.0, math.inf)
+    steps = plane(near, None, l3).fetch(KEYS[:3])
+    assert isinstance(next(steps), Emit)  # block 0, ours; before block 2, ours as well
+    other.landed(block_of(1, "l3"), 0.0)
+    assert len(run(steps, park=lambda park: True).blocks) == 3
+    assert l3.gets == [0, 2]
+    other.close(0.0)
+
+
+def test_out_of_time_the_walk_waits_for_nobody() -> None:
+    near, l3 = near_with(), DictTier("l3", {0, 1, 2})
+    other = near.claim([KEYS[1]], 0.0, math.inf)
+    parks: list[Park] = []
+
+    def too_late(park: Park) -> bool:
+        parks.append(park)
+        return False
+
+    assert len(run(plane(near, None, l3).fetch(KEYS[:3]), park=too_late).blocks) == 1
+    assert len(parks) == 1
+    other.close(0.0)
+
+
+def test_the_head_of_a_fetched_run_is_evicted_last() -> None:
+    near, l3 = near_with(), DictTier("l3", set(range(6)))
+    run(plane(near, DictTier("l2"), l3).fetch(KEYS[:6]))
+    assert near.keys() == KEYS[:6][::-1]

@@ -63,7 +63,7 @@ def record(node: str = "shard-0", pid: int | None = None, **changes: object) -> 
 
 def ring(epoch: int, shards: int = 1) -> RingMap:
     nodes = [
-        RingNode(f"shard-{index}", f"tcp://127.0.0.1:{index + 1}", "127.0.0.1:1", "rack-0", 1)
+        RingNode(f"shard-{index}", f"tcp://127.0.0.1:{index + 1}", "", "127.0.0.1:1", "rack-0", 1)
         for index in range(shards)
     ]
     return RingMap(epoch, 1, 1, 1, 1, nodes, [])

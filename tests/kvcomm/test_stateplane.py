@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from kvcomm import stateplane
 from kvcomm.errors import Conflict, Corrupt, TooLarge
 from kvcomm.manifest import Manifest
+from kvcomm.metrics import Metrics
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
+from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer
 from kvcomm.wire.messages import VALUE_BYTES_MAX, RecordVersion, RecordWrite
 from tests.kvcomm.test_blockplane import NAMESPACE, run
@@ -42,7 +44,7 @@ class FakeRecords:
 
 
 def plane(records: FakeRecords) -> StatePlane:
-    return StatePlane(records, observe=lambda answer: None)
+    return StatePlane(records, Tally(Metrics("client"), clock=lambda: 0.0))
 
 
 parts = st.lists(st.text(min_size=1), min_size=1, max_size=4)

@@ -212,7 +212,7 @@ def _rope(config: PreTrainedConfig) -> tuple[str, Mapping[str, Canonical]]:
         if kind not in FIXED_ROPE_KINDS:
             raise UnsupportedModel(
                 f"rotary kind {kind!r}: only {', '.join(FIXED_ROPE_KINDS)} keep their frequencies "
-                "(dynamic NTK and longrope change them as a sequence grows, so that a stored key would mean something else)"
+                "(dynamic NTK and longrope change them with the length: a stored key would change meaning)"
             )
     plain = _plain(parameters)
     assert isinstance(plain, Mapping)
@@ -234,7 +234,7 @@ def _attention(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Ca
     return {
         "architecture": type(model).__name__,
         "config": hashlib.sha256(b"kvcomm.config/1\x00" + canonical_bytes(computation)).hexdigest(),
-        "windows": [int(window) if is_sliding and window else 0 for is_sliding in sliding],
+        "windows": tuple(int(window) if is_sliding and window else 0 for is_sliding in sliding),
         "qk_norm": any("q_norm" in name or "k_norm" in name for name, _ in model.named_parameters()),
         "kv_shared_layers": int(getattr(config, "num_kv_shared_layers", 0) or 0),
     }

@@ -35,10 +35,6 @@ class Found(Protocol):
     def token_count(self) -> int: ...
     @property
     def blocks(self) -> Sequence[Block]: ...
-    @property
-    def refused(self) -> int:
-        """Copies that failed verification."""
-        ...
 
 
 class Stored(Protocol):
@@ -80,8 +76,6 @@ class Reading:
     prefilled_tokens: int
     """Tokens run through the model.  At least one: the logits of the last token are never shared."""
     fetched_bytes: int
-    refused_blocks: int
-    """Copies that failed verification and were computed instead."""
     logits: torch.Tensor = field(repr=False)
     """After the last token, float32 ``[vocab_size]``."""
     time_to_first_token_s: float
@@ -189,7 +183,6 @@ class Session:
             token_count_by_source=by_source,
             prefilled_tokens=prefilled,
             fetched_bytes=sum(count for name, count in by_source.items() if name != OWN) * self._token_bytes,
-            refused_blocks=0 if found is None else found.refused,
             logits=self._last_logits(),
             time_to_first_token_s=ended - began,
             fetch_s=fetched - began,
@@ -282,14 +275,12 @@ class Session:
                 "a hit is a prefix in whole blocks"
             )
             self._shared_blocks = max(self._shared_blocks, len(found.blocks))
+        capacity_tokens = len(tokens) + room_tokens
         if found is None or found.token_count <= own:
+            if not own:
+                self._cache = self._new_cache([], capacity_tokens)
             return {OWN: own} if own else {}
-        self._cache = cache_from(
-            [block.payload for block in found.blocks],
-            self.namespace,
-            device=self.model.device,
-            capacity_tokens=len(tokens) + room_tokens,
-        )
+        self._cache = self._new_cache([block.payload for block in found.blocks], capacity_tokens)
         held = min(found.token_count, len(tokens) - 1)
         truncate(self._cache, held)
         self._tokens = tokens[:held]
@@ -325,11 +316,14 @@ class Session:
         assert token_count_of(self._cache) == len(self._tokens)
 
     def _forget(self) -> None:
-        self._cache = cache_from([], self.namespace, device=self.model.device)
+        self._cache = self._new_cache([], 0)
         self._tokens = []
         self._unfed = []
         self._logits = None
         self._shared_blocks = 0
+
+    def _new_cache(self, payloads: Sequence[Buffer], capacity_tokens: int) -> DynamicCache:
+        return cache_from(payloads, self.namespace, device=self.model.device, capacity_tokens=capacity_tokens)
 
     def _last_logits(self) -> torch.Tensor:
         if self._logits is None:

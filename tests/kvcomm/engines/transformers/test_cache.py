@@ -78,7 +78,7 @@ def test_round_trip_is_bit_exact(dtype: str) -> None:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(blocks=st.integers(0, 3), steps=st.lists(st.integers(1, 7), max_size=6), capacity=st.integers(0, 20))
 def test_appending_equals_the_stock_cache(blocks: int, steps: Sequence[int], capacity: int) -> None:
     namespace = make_namespace()

@@ -33,7 +33,7 @@ def test_geometry_is_what_the_cache_shows(kind: ModelKind) -> None:
     assert namespace.block_shape == (4, 2, 2, 16, 16)
     assert (namespace.dtype, namespace.vocab_size, namespace.rope) == ("float32", VOCAB_SIZE, "default")
     assert namespace.attention["qk_norm"] == (kind != "llama")
-    assert namespace.attention["windows"] == ([48, 0, 48, 0] if kind == "gemma3" else [0, 0, 0, 0])
+    assert namespace.attention["windows"] == ((48, 0, 48, 0) if kind == "gemma3" else (0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)

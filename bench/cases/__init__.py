@@ -1,0 +1,6 @@
+"""The cases: one module a question, each with ``run(scale) -> Report``."""
+
+from __future__ import annotations
+
+CASES = ("l2_view", "l2_copy", "l3_block", "state", "prefill", "footprint")
+"""In the order of the report."""

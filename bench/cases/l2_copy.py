@@ -1,0 +1,117 @@
+"""A block out of the pool as a verified copy, and into the pool: both beside a memory copy of the same size.
+
+A copy has to read the bytes twice (copy, checksum), a put too (checksum, copy) and asks the pool's process
+twice.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from itertools import count
+from typing import TYPE_CHECKING
+
+from bench.peers.memory import MEMCPY, Buffers, memcpy
+from bench.report import Report
+from bench.scale import Scale, size_name
+from bench.service import (
+    DEADLINE_S,
+    Service,
+    identity,
+    namespace,
+    pool_address,
+    pool_reader,
+    prompt,
+    publish,
+    service,
+)
+from bench.timing import Call, interleave, round_robin
+from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
+from kvcomm.rpc import Peers, run_blocking
+from kvcomm.tier import BlockCopy
+
+if TYPE_CHECKING:
+    from l2_rdma.reader import Reader
+
+COPY, PUT = "reader: copy, verified", "tier: put of a new block"
+COPY_TIMES_MAX, PUT_TIMES_MAX = 1.6, 2.5
+POOL_BYTES = 512 << 20
+"""Small enough that the puts soon have to evict, as they do in a pool that has run for a while."""
+
+
+def run(scale: Scale) -> Report:
+    report = Report("l2_copy", "A copy out of the host's pool, and a put into it")
+    with ExitStack() as stack:
+        running = stack.enter_context(service(pool_bytes=POOL_BYTES))
+        readers = stack.enter_context(pool_reader(running))
+        writer = stack.enter_context(_Writer(running))
+        for size_bytes in (scale.block_bytes, scale.large_bytes):
+            keys = publish(running.client, scale.working_set, size_bytes).keys(running)
+            _measure(scale, report, size_bytes, readers(), keys, writer)
+    return report
+
+
+def _measure(
+    scale: Scale, report: Report, size_bytes: int, reader: Reader, keys: list[BlockKey], writer: _Writer
+) -> None:
+    copying = [memcpy(scale.working_set, size_bytes), _copy(reader, keys, size_bytes)]
+    rounds = interleave(copying, rounds=scale.rounds, turn_s=scale.turn_s)
+    size = size_name(size_bytes)
+    report.add(rounds, size, {COPY: MEMCPY})
+    report.claim(
+        f"copy of {size} with checksum, over memcpy", "<=", COPY_TIMES_MAX, "x", rounds.ratio(COPY, MEMCPY)
+    )
+    # After the copies: the puts evict what those read.
+    putting = [memcpy(scale.working_set, size_bytes), writer.put(scale.working_set, size_bytes)]
+    rounds = interleave(putting, rounds=scale.rounds, turn_s=scale.turn_s)
+    report.add(rounds, size, {PUT: MEMCPY}, only=[PUT])
+    report.claim(f"put of {size}, over memcpy", "<=", PUT_TIMES_MAX, "x", rounds.ratio(PUT, MEMCPY))
+
+
+def _copy(reader: Reader, keys: list[BlockKey], size_bytes: int) -> Call:
+    destination = memoryview(Buffers(1, size_bytes, seed=2).all[0])
+
+    def copy(key: BlockKey) -> None:
+        if reader.copy_into(key, destination) is None:
+            raise RuntimeError("the pool lost a block that was to be copied")
+
+    return Call(COPY, round_robin(copy, keys))
+
+
+class _Writer:
+    """Puts blocks nobody has seen, through the tier as the client uses it."""
+
+    def __init__(self, running: Service) -> None:
+        from l2_rdma.tier import L2Tier
+
+        mine = identity(running)
+        self._running = running
+        self._peers = Peers(mine)
+        self._tier = L2Tier(pool_address(running), mine)
+        self._fresh = count(1 << 20)
+
+    def put(self, working_set: int, size_bytes: int) -> Call:
+        """The key is made before, the header (and so the checksum) in the time."""
+        ns = namespace(size_bytes).for_tenant(self._running.tenant)
+        (key,) = block_keys(ns, prompt(next(self._fresh)))
+        upcoming = [key]
+
+        def put(payload: memoryview) -> None:
+            header = header_for(ns, upcoming[0], NO_PARENT, payload, logical_start=0, producer=Incarnation(1))
+            steps = self._tier.put([BlockCopy(header, payload)])
+            statuses = run_blocking(steps, self._peers, time.monotonic() + DEADLINE_S)
+            if statuses != ["stored"]:
+                raise RuntimeError(f"a put was not taken: {statuses}")
+
+        def next_key() -> None:
+            (upcoming[0],) = block_keys(ns, prompt(next(self._fresh)))
+
+        payloads = [memoryview(buffer) for buffer in Buffers(working_set, size_bytes, seed=6).all]
+        return Call(PUT, round_robin(put, payloads), after=next_key)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tier.close()
+        self._peers.close()

@@ -1,0 +1,165 @@
+"""``NodeProcess``: what every role process has besides its data wire: a control wire, metrics, a
+registration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcomm import __version__
+from kvcomm.block import BlockKey, Incarnation
+from kvcomm.blockstore import BlockStore
+from kvcomm.errors import Refused
+from kvcomm.instance import Instance, NodeRecord, process_start_time
+from kvcomm.metrics import Metrics
+from kvcomm.settings import load_config
+from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
+
+if TYPE_CHECKING:
+    from kvcomm.control import Caller, ControlBackend, ControlServer
+    from kvcomm.exporter import Exporter
+    from kvcomm.metrics import Scope
+    from kvcomm.serve import DataServer
+    from kvcomm.wire.control_codec import NodeStatus
+
+
+class NodeProcess:
+    """One node of an instance, as its own process sees itself."""
+
+    def __init__(self, instance: str, node: str, role: Scope, config: Path | None) -> None:
+        self.settings = load_config(config)
+        self.instance = Instance.open(instance)
+        self.node = node
+        self.role = role
+        self.incarnation = Incarnation(secrets.randbits(64) | 1)
+        self.metrics = Metrics(role)
+        self._started_at = time.monotonic()
+        self._record: NodeRecord | None = None
+        self._control: ControlServer | None = None
+        self._exporter: Exporter | None = None
+
+    @property
+    def listen_at(self) -> list[str]:
+        """Data-wire addresses to bind: a socket for this host, a port for others."""
+        return [f"unix://{self.instance.socket_path(self.node)}", "tcp://127.0.0.1:0"]
+
+    async def announce(
+        self, backend: ControlBackend, addresses: list[str], region: str, refresh: Callable[[], None]
+    ) -> None:
+        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date."""
+        from kvcomm.control import ControlServer
+        from kvcomm.exporter import Exporter, in_loop
+
+        self._control = ControlServer(backend, self.instance.credentials())
+        control = await self._control.start()
+        labels = {
+            "node": self.node,
+            "role": self.role,
+            "instance": self.instance.name,
+            "version": __version__,
+        }
+        self._exporter = Exporter(
+            self.metrics, labels, in_loop(asyncio.get_running_loop(), refresh, self.metrics)
+        )
+        metrics = self._exporter.start()
+        await self._control.set_serving(True)
+        start_time = process_start_time(os.getpid())
+        assert start_time is not None, "we are running"
+        self._record = NodeRecord(
+            node=self.node,
+            role=self.role,
+            pid=os.getpid(),
+            pid_start_time=start_time,
+            addresses=addresses,
+            control=control,
+            metrics=metrics,
+            incarnation=self.incarnation,
+            region=region,
+        )
+        self.instance.register(self._record)
+
+    async def withdraw(self) -> None:
+        """The opposite, in the opposite order.  Idempotent."""
+        if self._record is not None:
+            self.instance.unregister(self._record)
+            self._record = None
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._control is not None:
+            await self._control.close()
+
+    def ring_changed(self) -> None:
+        """Tell those who watch the ring over the control wire."""
+        if self._control is not None:
+            self._control.ring_changed()
+
+    def status(self, store: BlockStore, epoch: int) -> NodeStatus:
+        from kvcomm.wire.control_codec import NodeStatus
+
+        return NodeStatus(
+            self.node,
+            self.role,
+            self.instance.name,
+            __version__,
+            self.incarnation,
+            epoch,
+            time.monotonic() - self._started_at,
+            store.usage(),
+        )
+
+    def refresh(self, store: BlockStore, server: DataServer, epoch: int) -> None:
+        """Bring the gauges up to date."""
+        self.metrics.store(store.usage())
+        self.metrics.gauge("kvcomm_connections").set(server.connection_count)
+        self.metrics.gauge("kvcomm_ring_epoch").set(epoch)
+
+
+class StoreBackend:
+    """The control calls that a node with a block store answers; a pool keeps no ring and no records."""
+
+    def __init__(self, process: NodeProcess, store: BlockStore) -> None:
+        self._process = process
+        self._store = store
+
+    def status(self) -> NodeStatus:
+        return self._process.status(self._store, 0)
+
+    def ring(self) -> RingMap | None:
+        return None
+
+    async def set_ring(self, ring: RingMap) -> None:
+        raise Refused("a pool works by no ring")
+
+    async def list_blocks(self, caller: Caller, after: bytes, limit: int) -> list[BlockItem]:
+        return self._store.listing(after, limit, caller.digest)
+
+    async def get_block(self, caller: Caller, key: BlockKey) -> bytes | None:
+        lease = self._store.lease(key, caller.digest)
+        if lease is None:
+            return None
+        try:
+            return bytes(lease.copy)
+        finally:
+            lease.release()
+
+    async def get_records(self, caller: Caller, keys: Sequence[bytes], timeout_s: float) -> RecordStates:
+        raise Refused("a pool keeps no records; ask a shard")
+
+    async def put_records(
+        self, caller: Caller, writes: Sequence[RecordWrite], timeout_s: float
+    ) -> list[RecordVersion]:
+        raise Refused("a pool keeps no records; ask a shard")
+
+
+def log_to_stderr() -> None:
+    """Warnings and errors, one line each; the launcher keeps them in the node's log."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )

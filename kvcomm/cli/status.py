@@ -1,0 +1,98 @@
+"""``kvcomm status``: what runs on this host and how full it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvcomm.cli.options import InstanceOption, JsonOption
+from kvcomm.cli.sizes import size_text
+
+if TYPE_CHECKING:
+    from kvcomm.instance import Instance
+
+
+def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
+    """Show every node of the clusters on this host (or of one).  Exit code 1 if a node does not answer."""
+    from kvcomm.instance import Instance
+
+    instances = [Instance.open(instance)] if instance else Instance.list()
+    rows = [row for each in instances for row in _rows(each)]
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+    elif rows:
+        _show(rows)
+    else:
+        sys.stdout.write("no cluster runs on this host; start one with: kvcomm up\n")
+    raise typer.Exit(int(any(row["error"] for row in rows)))
+
+
+def _rows(instance: Instance) -> list[dict[str, Any]]:
+    from kvcomm.control import ControlClient
+    from kvcomm.errors import KVCommError
+
+    rows: list[dict[str, Any]] = []
+    token = instance.credentials().token("status")
+    for record in instance.nodes():
+        row: dict[str, Any] = {
+            "instance": instance.name,
+            "node": record.node,
+            "role": record.role,
+            "pid": record.pid,
+            "addresses": record.addresses,
+            "metrics": record.metrics,
+            "error": "",
+        }
+        try:
+            with ControlClient(record.control, token) as control:
+                said = control.status(timeout_s=2.0)
+            row |= {"epoch": said.epoch, "uptime_s": said.uptime_s}
+            row["usage"] = asdict(said.usage) if said.usage else None
+        except KVCommError as error:
+            row["error"] = error.message
+        rows.append(row)
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in (
+        "instance",
+        "node",
+        "pid",
+        "epoch",
+        "up",
+        "blocks",
+        "used",
+        "pinned",
+        "evicted",
+        "refused",
+    ):
+        table.add_column(column, justify="left" if column in ("instance", "node") else "right")
+    for row in rows:
+        named = [row["instance"], row["node"], str(row["pid"])]
+        usage = row.get("usage")
+        if row["error"]:
+            table.add_row(*named, f"[red]{row['error']}[/]")
+        elif usage is None:
+            table.add_row(*named, str(row["epoch"]), f"{row['uptime_s']:.0f} s")
+        else:
+            used = f"{size_text(usage['used_bytes'])} of {size_text(usage['capacity_bytes'])}"
+            table.add_row(
+                *named,
+                str(row["epoch"]),
+                f"{row['uptime_s']:.0f} s",
+                str(usage["block_count"]),
+                used,
+                size_text(usage["pinned_bytes"]),
+                str(usage["evicted_count"]),
+                str(usage["quarantined_count"]),
+            )
+    Console().print(table)

@@ -1,0 +1,357 @@
+"""``Metrics``: counters, gauges and histograms cheap enough for the hot path, and the table of all of them.
+
+Every metric is declared once, in :data:`DEFINITIONS`, with its labels *and their values*: the page
+``docs/metrics.md`` is made from the table, a series that nobody has touched yet is exported as 0 instead of
+being absent, and no label can grow without bound.  Who counts takes a cell once and keeps it::
+
+    hits = metrics.counter("kvcomm_fetch_blocks_total", tier="l2")
+    ...
+    hits.add(3)
+
+Threads: ``value += amount`` holds no point where CPython (3.11 to 3.13, with its global lock) would switch
+threads, so no increment is lost; a histogram's sum and buckets are each exact, and may differ by the
+observation under way when they are read together.
+
+Pure; the Prometheus endpoint is ``kvcomm.exporter``'s, so that ``import kvcomm`` pays for neither it nor
+``prometheus_client``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+from kvcomm.blockstore import StoreUsage
+from kvcomm.tier import PutStatus, TierName
+from kvcomm.wire.messages import MESSAGES
+
+Scope = Literal["client", "pool", "shard"]
+Kind = Literal["counter", "gauge", "histogram"]
+
+SECONDS_BOUNDS = (
+    10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3,
+    10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+"""Upper bounds of every latency histogram's buckets: from a view in memory to a timeout."""
+
+
+class Counter:
+    """Only goes up."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def add(self, amount: float = 1) -> None:
+        self.value += amount
+
+    def advance_to(self, total: float) -> None:
+        """Take over a count that is kept elsewhere."""
+        assert total >= self.value, f"a counter went back from {self.value} to {total}"
+        self.value = total
+
+
+class Gauge:
+    """Goes up and down."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def add(self, amount: float = 1) -> None:
+        self.value += amount
+
+
+class Histogram:
+    """Counts observations by size."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS_BOUNDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """One a bucket, not cumulative; the last is above every bound."""
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+Cell = Counter | Gauge | Histogram
+C = TypeVar("C", bound=Cell)
+_CELLS: dict[Kind, type[Cell]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One metric.  ``labels`` names each label's possible values."""
+
+    name: str
+    kind: Kind
+    scopes: tuple[Scope, ...]
+    help: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Series(NamedTuple):
+    """One cell with its labels' values."""
+
+    labels: tuple[str, ...]
+    cell: Cell
+
+
+class Metrics:
+    """All metrics of one process: those of its ``scope``, each series there from the start."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._families: dict[str, tuple[Definition, dict[tuple[str, ...], Cell]]] = {}
+        for definition in DEFINITIONS:
+            if scope in definition.scopes:
+                make = _CELLS[definition.kind]
+                cells = {values: make() for values in product(*definition.labels.values())}
+                self._families[definition.name] = (definition, cells)
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """The cell of one series.
+
+        Raises:
+            ValueError: this process has no such counter, or not with these labels.
+        """
+        return self._cell(Counter, name, labels)
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """As :meth:`counter`."""
+        return self._cell(Gauge, name, labels)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """As :meth:`counter`."""
+        return self._cell(Histogram, name, labels)
+
+    def families(self) -> Iterator[tuple[Definition, list[Series]]]:
+        """Every metric with its series, in the order of the table."""
+        for definition, cells in self._families.values():
+            yield definition, [Series(values, cell) for values, cell in cells.items()]
+
+    def snapshot(self) -> dict[str, float]:
+        """Every number by its name in Prometheus, ``name{label="value"}``; histograms as sum and count."""
+        numbers: dict[str, float] = {}
+        for definition, series in self.families():
+            for values, cell in series:
+                named = sorted(zip(definition.labels, values, strict=True))
+                pairs = ",".join(f'{label}="{value}"' for label, value in named)
+                tail = f"{{{pairs}}}" if pairs else ""
+                if isinstance(cell, Histogram):
+                    numbers[f"{definition.name}_sum{tail}"] = cell.sum
+                    numbers[f"{definition.name}_count{tail}"] = cell.count
+                else:
+                    numbers[f"{definition.name}{tail}"] = cell.value
+        return numbers
+
+    def store(self, usage: StoreUsage) -> None:
+        """Take over what the block store says of itself."""
+        self.gauge("kvcomm_store_capacity_bytes").set(usage.capacity_bytes)
+        self.gauge("kvcomm_store_used_bytes").set(usage.used_bytes)
+        self.gauge("kvcomm_store_reserved_bytes").set(usage.reserved_bytes)
+        self.gauge("kvcomm_store_pinned_bytes").set(usage.pinned_bytes)
+        self.gauge("kvcomm_store_blocks").set(usage.block_count)
+        self.counter("kvcomm_store_evictions_total").advance_to(usage.evicted_count)
+        self.counter("kvcomm_store_quarantines_total").advance_to(usage.quarantined_count)
+
+    def _cell(self, kind: type[C], name: str, labels: Mapping[str, str]) -> C:
+        if name not in self._families:
+            raise ValueError(
+                f"a {self.scope} has no metric {name!r}; declare it in kvcomm.metrics.DEFINITIONS"
+            )
+        definition, cells = self._families[name]
+        if set(labels) != set(definition.labels):
+            raise ValueError(f"{name} has the labels {sorted(definition.labels)}, got {sorted(labels)}")
+        cell = cells.get(tuple(labels[label] for label in definition.labels))
+        if cell is None:
+            raise ValueError(f"{name} has no series {dict(labels)}; its values are {dict(definition.labels)}")
+        if not isinstance(cell, kind):
+            raise ValueError(f"{name} is a {definition.kind}")
+        return cell
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+_CLIENT: tuple[Scope, ...] = ("client",)
+_NODES: tuple[Scope, ...] = ("pool", "shard")
+_SHARD: tuple[Scope, ...] = ("shard",)
+_TIERS: tuple[str, ...] = get_args(TierName)
+_GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
+_RECORD_OPERATIONS = ("get", "put", "scan")
+
+DEFINITIONS: tuple[Definition, ...] = (
+    # fetching
+    Definition(
+        "kvcomm_fetch_tokens_total", "counter", _CLIENT,
+        "Tokens that a fetch got instead of computing them, by the tier that served their block.",
+        {"tier": _TIERS},
+    ),
+    Definition(
+        "kvcomm_fetch_blocks_total", "counter", _CLIENT,
+        "Verified blocks handed to the caller, by the tier that served them.", {"tier": _TIERS},
+    ),
+    Definition(
+        "kvcomm_fetch_bytes_total", "counter", _CLIENT,
+        "Payload bytes of those blocks. A view counts like a copy.", {"tier": _TIERS},
+    ),
+    Definition(
+        "kvcomm_fetch_missed_blocks_total", "counter", _CLIENT,
+        "Blocks asked for and not had: nobody has them, or they stand behind one that nobody has.",
+    ),
+    Definition(
+        "kvcomm_copies_refused_total", "counter", _CLIENT,
+        "Copies whose header or checksum did not verify, by the tier they came from. Not served: each is a "
+        "miss. Anything but 0 is worth an alarm.",
+        {"tier": _TIERS},
+    ),
+    Definition(
+        "kvcomm_stale_epochs_total", "counter", _CLIENT,
+        "Requests that were answered with a newer ring map; each was sent once more by the new map.",
+    ),
+    Definition(
+        "kvcomm_view_fallbacks_total", "counter", _CLIENT,
+        "Reads of the host's pool that got a copy where a view was wanted: the pin budget is used up, or no "
+        "hazard slot is free.",
+    ),
+    Definition(
+        "kvcomm_negative_hits_total", "counter", _CLIENT,
+        "Blocks not asked for because their absence was remembered.",
+    ),
+    Definition(
+        "kvcomm_flight_followers_total", "counter", _CLIENT,
+        "Blocks that a reader got from another reader's load in the same process.",
+    ),
+    # publishing
+    Definition(
+        "kvcomm_publish_blocks_total", "counter", _CLIENT,
+        "Blocks offered to a tier, by what became of them.",
+        {"tier": ("l2", "l3"), "status": get_args(PutStatus)},
+    ),
+    Definition(
+        "kvcomm_publish_bytes_total", "counter", _CLIENT,
+        "Payload bytes of the blocks that were stored.", {"tier": ("l2", "l3")},
+    ),
+    # records
+    Definition(
+        "kvcomm_record_operations_total", "counter", _CLIENT,
+        "Records read, written and scanned for. `degraded`: fewer replicas answered than the read quorum.",
+        {"operation": _RECORD_OPERATIONS, "outcome": ("ok", "degraded", "failed")},
+    ),
+    Definition(
+        "kvcomm_record_siblings_total", "counter", _CLIENT,
+        "Values beyond the first that reads returned: concurrent writes that nobody has merged yet.",
+    ),
+    Definition(
+        "kvcomm_operation_seconds", "histogram", _CLIENT,
+        "Time of whole operations, as the caller waited for them.",
+        {"operation": ("fetch", "publish", "record_get", "record_put", "record_scan")},
+    ),
+    # a node's block store
+    Definition(
+        "kvcomm_store_capacity_bytes", "gauge", _NODES, "Size of the region's slots.",
+    ),
+    Definition(
+        "kvcomm_store_used_bytes", "gauge", _NODES,
+        "Published and reserved slots, slack of the size class included.",
+    ),
+    Definition(
+        "kvcomm_store_reserved_bytes", "gauge", _NODES,
+        "Slots reserved by writers that have not published yet. Returns to 0 when nobody writes.",
+    ),
+    Definition(
+        "kvcomm_store_pinned_bytes", "gauge", _NODES,
+        "Slots that cannot be evicted because a view or a reply holds them. Returns to 0 when nobody reads.",
+    ),
+    Definition(
+        "kvcomm_store_blocks", "gauge", _NODES, "Published blocks.",
+    ),
+    Definition(
+        "kvcomm_store_evictions_total", "counter", _NODES, "Blocks that made room for others.",
+    ),
+    Definition(
+        "kvcomm_store_quarantines_total", "counter", _NODES,
+        "Slots taken out because their bytes failed verification. Anything but 0 is worth an alarm.",
+    ),
+    Definition(
+        "kvcomm_reservations_total", "counter", _NODES,
+        "Reservations asked for, by the answer.", {"status": _GRANTS},
+    ),
+    # a node's wires
+    Definition(
+        "kvcomm_connections", "gauge", _NODES, "Open connections of the data wire.",
+    ),
+    Definition(
+        "kvcomm_requests_total", "counter", _NODES,
+        "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
+    ),
+    Definition(
+        "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
+    ),
+    Definition(
+        "kvcomm_scrapes_stale_total", "counter", _NODES,
+        "Scrapes answered with older numbers because the event loop did not answer in time.",
+    ),
+    # a shard's records
+    Definition(
+        "kvcomm_replication_acks_total", "counter", _SHARD,
+        "Answers of other replicas to writes that this shard coordinates.", {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",
+    ),
+    Definition(
+        "kvcomm_fsync_seconds", "histogram", _SHARD, "How long that took.",
+    ),
+)  # fmt: skip
+
+
+# -- documentation -------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """``docs/metrics.md``."""
+    lines = list(_PREAMBLE)
+    for scopes, title in ((_CLIENT, "Agents"), (_NODES, "Pools and shards"), (_SHARD, "Shards only")):
+        lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
+        for each in DEFINITIONS:
+            if each.scopes == scopes:
+                lines.append(f"| `{each.name}` | {each.kind} | {_labels(each)} | {each.help} |")
+    return "\n".join(lines) + "\n"
+
+
+_PREAMBLE = (
+    "# Metrics",
+    "",
+    "<!-- Generated from kvcomm/metrics.py by scripts/gen-docs; do not edit. -->",
+    "",
+    "Every node serves Prometheus text at `http://127.0.0.1:PORT/metrics`; `kvcomm status --json` shows the",
+    "address. Beside the metrics below a node serves `kvcomm_node_info` (labels `node`, `role`, `instance`,",
+    "`version`; always 1) and the `process_*` metrics of the Prometheus client. A series exists, as 0, from",
+    "the start of the process. Histograms of seconds have the buckets",
+    f"{', '.join(f'{bound:g}' for bound in SECONDS_BOUNDS)}.",
+)
+
+
+def _labels(definition: Definition) -> str:
+    described = [
+        f"`{label}`: {'any message of the data wire' if label == 'message' else ', '.join(values)}"
+        for label, values in definition.labels.items()
+    ]
+    return "; ".join(described) or "–"

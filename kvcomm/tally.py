@@ -1,0 +1,67 @@
+"""``Tally``: what a client counts of its own operations, cells looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvcomm.blockplane import Prefix, Stored
+from kvcomm.errors import KVCommError
+from kvcomm.metrics import Metrics
+from kvcomm.steps import Steps
+from kvcomm.tier import RecordAnswer, TierName
+
+T = TypeVar("T")
+
+TIERS: tuple[TierName, ...] = ("l1", "l2", "l3")
+
+
+class Tally:
+    """Counts into ``metrics`` (scope ``client``); ``clock`` gives monotonic seconds."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self.metrics = metrics
+        self._clock = clock
+        self._tokens = {tier: metrics.counter("kvcomm_fetch_tokens_total", tier=tier) for tier in TIERS}
+        self._blocks = {tier: metrics.counter("kvcomm_fetch_blocks_total", tier=tier) for tier in TIERS}
+        self._bytes = {tier: metrics.counter("kvcomm_fetch_bytes_total", tier=tier) for tier in TIERS}
+        self._missed = metrics.counter("kvcomm_fetch_missed_blocks_total")
+        self._siblings = metrics.counter("kvcomm_record_siblings_total")
+
+    def fetched(self, prefix: Prefix, block_tokens: int) -> None:
+        for block in prefix.blocks:
+            self._tokens[block.tier].add(block_tokens)
+            self._blocks[block.tier].add()
+            self._bytes[block.tier].add(block.header.payload_bytes)
+        self._missed.add(prefix.asked_count - len(prefix.blocks))
+
+    def published(self, stored: Sequence[Stored], block_bytes: int) -> None:
+        for each in stored:
+            for tier, status in (("l2", each.l2), ("l3", each.l3)):
+                if status is not None:
+                    self.metrics.counter("kvcomm_publish_blocks_total", tier=tier, status=status).add()
+                if status == "stored":
+                    self.metrics.counter("kvcomm_publish_bytes_total", tier=tier).add(block_bytes)
+
+    def read(self, answer: RecordAnswer) -> None:
+        outcome = "degraded" if answer.degraded else "ok"
+        self.metrics.counter("kvcomm_record_operations_total", operation="get", outcome=outcome).add()
+        self._siblings.add(max(0, len(answer.values) - 1))
+
+    def wrote(self, count: int) -> None:
+        self.metrics.counter("kvcomm_record_operations_total", operation="put", outcome="ok").add(count)
+
+    def timed(self, operation: str, steps: Steps[T]) -> Steps[T]:
+        """Run ``steps`` and note how long it took the caller; a failed record operation is counted too."""
+        begin = self._clock()
+        try:
+            return (yield from steps)
+        except KVCommError:
+            if operation.startswith("record_"):
+                kind = operation.removeprefix("record_")
+                self.metrics.counter("kvcomm_record_operations_total", operation=kind, outcome="failed").add()
+            raise
+        finally:
+            self.metrics.histogram("kvcomm_operation_seconds", operation=operation).observe(
+                self._clock() - begin
+            )

@@ -1,0 +1,179 @@
+"""Dotted version vector sets: what one record's replicated state is, and how it changes (Preguiça et al.
+2012, Almeida et al. 2014).
+
+A state is ``context`` (everything that was ever seen) and ``siblings`` (the writes not overwritten yet, each
+under the dot that its coordinator gave it).  A write replaces exactly the siblings that its caller's context
+covers::
+
+    put      siblings that the caller had not read stay; the new one stands beside them
+    merge    a sibling goes only if the other side has seen its dot and no longer holds it
+    delete   a put of ``None``: the dot stays as a tombstone, its stamp is the age of the delete
+
+``merge`` is commutative, associative and idempotent, so replicas that saw the same writes hold equal states,
+whatever the order of delivery; states are kept canonical, so equal states encode to equal bytes.
+
+**Equal values.**  Most concurrent writers of a cache record write the same thing.  Dropping one of two equal
+siblings would be wrong: a third write that replaced only the kept one would take the other one's value with
+it.  But dots *of one replica* are seen in order, so whoever has seen the newer has seen the older: among
+equal values of one replica the newest dot alone decides whether the value lives, and only it is stored.
+Readers are shown each value once (:func:`presented`).
+
+**Bound.**  ``put`` refuses to make more than ``SIBLINGS_MAX`` distinct values; ``merge`` never refuses and
+never drops.  A merged state can therefore hold more, but at most ``SIBLINGS_MAX`` a replica incarnation: when
+a replica gave out its newest living dot, it held all its older living ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcomm.clock import Stamp
+from kvcomm.errors import Conflict, Corrupt, TooLarge
+from kvcomm.version import Dot, VersionError, VersionVector
+from kvcomm.wire.messages import Dots, RecordState, Sibling
+
+SIBLINGS_MAX = 16
+RECORD_BYTES_MAX = 4 << 20
+"""Distinct values of one record together, as far as ``put`` decides; keeps a merged state below the wire's
+bound.
+"""
+
+EMPTY = RecordState({}, [])
+"""A record that nobody has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a put did."""
+
+    state: RecordState
+    dot: Dot
+    context: Dots
+    """For the caller's next put: covers what it had read and, where that hides nobody else's value, its own
+    write.
+
+    It is *not* the state's context: that covers siblings which this caller has never seen, and handing it out
+    would let the next put erase them unread.
+    """
+
+
+def put(
+    state: RecordState, replica: str, stamp: Stamp, value: bytes | None, context: VersionVector
+) -> Written:
+    """Accept a write at ``replica``; ``value`` ``None`` deletes what ``context`` covers.
+
+    Args:
+        replica: id of the replica incarnation that accepts the write and holds ``state``.
+        context: what the writer had read; empty = nothing, so the write is concurrent to all others.
+
+    Raises:
+        Conflict: the record has ``SIBLINGS_MAX`` other values already, or ``context`` cannot come from this
+        record. TooLarge: the record's values together would be over ``RECORD_BYTES_MAX``, or too many
+        replicas wrote it.
+    """
+    seen = VersionVector.from_wire(state.context)
+    if context.counter(replica) > seen.counter(replica):
+        raise Conflict("the context was not read from this record; read the record and put with its context")
+    dot = Dot(replica, seen.counter(replica) + 1)
+    kept = [sibling for sibling in state.siblings if not context.covers(_dot(sibling))]
+    siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])
+    if value is not None:
+        _check_bounds(siblings)
+    after = RecordState(seen.merge(context).including(dot).to_wire(), siblings)
+    hides = any(sibling.replica == replica for sibling in kept)
+    return Written(after, dot, (context if hides else context.including(dot)).to_wire())
+
+
+def merge(one: RecordState, two: RecordState) -> RecordState:
+    """What a replica knows that has seen everything that either has.
+
+    Raises:
+        Corrupt: one dot stands for two values: a replica lost its state and kept its id.
+        TooLarge: too many replica incarnations wrote this record.
+    """
+    if one == two or not two.context:
+        return one
+    if not one.context:
+        return two
+    seen_one, seen_two = VersionVector.from_wire(one.context), VersionVector.from_wire(two.context)
+    held_one = {_dot(sibling): sibling for sibling in one.siblings}
+    held_two = {_dot(sibling): sibling for sibling in two.siblings}
+    for dot in held_one.keys() & held_two.keys():
+        if held_one[dot] != held_two[dot]:
+            raise Corrupt(f"{dot} names two writes: a replica lost its state and kept its id")
+    survivors = [held for dot, held in held_one.items() if dot in held_two or not seen_two.covers(dot)]
+    survivors += [held for dot, held in held_two.items() if dot not in held_one and not seen_one.covers(dot)]
+    return RecordState(seen_one.merge(seen_two).to_wire(), _canonical(survivors))
+
+
+def presented(state: RecordState) -> RecordState:
+    """As a reader is shown it: no tombstones, every value once (under its latest stamp), in the order of the
+    dots.
+    """
+    by_value: dict[bytes, Sibling] = {}
+    for sibling in state.siblings:
+        if sibling.value is not None:
+            best = by_value.get(sibling.value)
+            if best is None or _age(sibling) > _age(best):
+                by_value[sibling.value] = sibling
+    return RecordState(state.context, sorted(by_value.values(), key=_dot))
+
+
+def alive(state: RecordState) -> bool:
+    """Whether a reader finds a value."""
+    return any(sibling.value is not None for sibling in state.siblings)
+
+
+def value_bytes(state: RecordState) -> int:
+    """Bytes of all values, as stored and sent."""
+    return sum(len(sibling.value) for sibling in state.siblings if sibling.value is not None)
+
+
+def checked(state: RecordState) -> RecordState:
+    """``state`` from outside, made canonical.
+
+    Raises:
+        Corrupt: no sequence of writes and merges leads to it.
+    """
+    try:
+        context = VersionVector.from_wire(state.context)
+        dots = [_dot(sibling) for sibling in state.siblings]
+    except (VersionError, TooLarge) as error:
+        raise Corrupt(f"not a record state: {error}") from error
+    if len(set(dots)) != len(dots) or not all(context.covers(dot) for dot in dots):
+        raise Corrupt("not a record state: a sibling's dot repeats or is not in the context")
+    if not all(0 <= sibling.hlc < 2**64 for sibling in state.siblings):
+        raise Corrupt("not a record state: a stamp has more than 64 bits")
+    return RecordState(context.to_wire(), _canonical(state.siblings))
+
+
+def _canonical(siblings: Iterable[Sibling]) -> list[Sibling]:
+    """Sorted by dot; of one replica's equal values only the newest."""
+    newest: dict[tuple[str, bytes | None], Sibling] = {}
+    for sibling in siblings:
+        rival = newest.get((sibling.replica, sibling.value))
+        if rival is None or rival.counter < sibling.counter:
+            newest[sibling.replica, sibling.value] = sibling
+    return sorted(newest.values(), key=_dot)
+
+
+def _check_bounds(siblings: list[Sibling]) -> None:
+    values = {sibling.value for sibling in siblings if sibling.value is not None}
+    if len(values) > SIBLINGS_MAX:
+        raise Conflict(
+            f"the record has {len(values) - 1} concurrent values (limit {SIBLINGS_MAX}); "
+            "read it, merge the values and put the result with the context that was read"
+        )
+    if (size := sum(map(len, values))) > RECORD_BYTES_MAX:
+        raise TooLarge(
+            f"the record's concurrent values would be {size} bytes (limit {RECORD_BYTES_MAX}); merge them"
+        )
+
+
+def _dot(sibling: Sibling) -> Dot:
+    return Dot(sibling.replica, sibling.counter)
+
+
+def _age(sibling: Sibling) -> tuple[int, Dot]:
+    return sibling.hlc, _dot(sibling)

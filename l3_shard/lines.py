@@ -1,0 +1,254 @@
+"""``Lines``: one queue a record, so that no change is lost between reading it and writing it back.
+
+Theory of operation.  A record is changed by loading it, applying the change, and persisting the result;
+storage takes time, and others want to change the same record meanwhile.  Each record in use has a line::
+
+            read / change                  Loaded                    flush
+    (none) ──────────────► loading ──────────────────► at rest ◄───────────────┐
+                                                          │  changes wait      │ Persisted: durable = written
+                                                          ▼                    │
+                                                      applied to a copy ──► persisting  (changes that come now
+                                                      wait)
+
+All changes that wait are applied one after the other and persisted *together*: a hot record costs one write a
+round trip to the disk, however many change it (group commit), and everything that one ``flush`` applies, over
+all records, is one :class:`~l3_shard.storage.Persist`.  Readers see the last durable state and never wait for
+a disk.  A line that nobody uses is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcomm.errors import KVCommError, Refused, Unavailable
+from kvcomm.machine import Effect, Ticket
+from kvcomm.wire.messages import RecordState
+from l3_shard import dvv
+from l3_shard.storage import Load, Loaded, Persist, Persisted
+
+
+class Change(Protocol):
+    """A read-modify-write of one record."""
+
+    def apply(self, state: RecordState) -> RecordState:
+        """The record after the change.  A raised ``KVCommError`` refuses it: the record stays, ``failed`` is
+        called.
+        """
+        ...
+
+    def durable(self, state: RecordState) -> None:
+        """The change is on the disk, as a part of ``state``."""
+        ...
+
+    def failed(self, error: KVCommError) -> None:
+        """The change did not happen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What this replica has of a record."""
+
+    state: RecordState
+    damaged: bool = False
+    """There was a record, its bytes failed verification, and ``state`` is empty."""
+    failure: str = ""
+    """Not empty: the storage could not be read, and why."""
+
+
+Reader = Callable[[Local], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    local: Local | None = None
+    """Last durable state; ``None`` while it is being loaded."""
+    readers: list[Reader] = field(default_factory=list)
+    waiting: deque[Change] = field(default_factory=deque)
+    writing: list[Change] = field(default_factory=list)
+    written: RecordState = dvv.EMPTY
+    """What the ``Persist`` in flight holds, while ``writing`` is not empty."""
+
+    @property
+    def idle(self) -> bool:
+        return not self.readers and not self.waiting and not self.writing
+
+
+class Lines:
+    """The records in use of one shard.  ``changes_max`` bounds what may wait for one record; ``tickets`` are
+    unused numbers.
+    """
+
+    def __init__(self, changes_max: int, tickets: Iterator[int]) -> None:
+        self._changes_max = changes_max
+        self._tickets = tickets
+        self._lines: dict[bytes, _Line] = {}
+        self._to_load: list[bytes] = []
+        self._to_apply: dict[bytes, None] = {}  # an ordered set
+        self._loads: dict[Ticket, tuple[bytes, ...]] = {}
+        self._persists: dict[Ticket, tuple[bytes, ...]] = {}
+
+    def read(self, key: bytes, reader: Reader) -> None:
+        """Call ``reader`` with the durable state, at once if it is known."""
+        line = self._line(key)
+        if line.local is None:
+            line.readers.append(reader)
+        else:
+            reader(line.local)
+
+    def change(self, key: bytes, change: Change) -> None:
+        """Queue a change.
+
+        Raises:
+            Refused: ``changes_max`` changes wait for this record already.
+        """
+        line = self._line(key)
+        if len(line.waiting) >= self._changes_max:
+            raise Refused(f"busy: {len(line.waiting)} changes wait for one record; slow down")
+        line.waiting.append(change)
+        if line.local is not None and not line.writing:
+            self._to_apply[key] = None
+
+    def withdraw(self, key: bytes, change: Change) -> bool:
+        """Take back a change; False = it is being written, or is over."""
+        line = self._lines.get(key)
+        if line is None or change not in line.waiting:
+            return False
+        line.waiting.remove(change)
+        return True
+
+    def loaded(self, event: Loaded) -> None:
+        """Storage answered a ``Load``."""
+        keys = self._loads.pop(event.ticket)
+        damaged = set(event.damaged)
+        states = event.states if not event.failure else (None,) * len(keys)
+        for key, state in zip(keys, states, strict=True):
+            line = self._lines[key]
+            line.local = Local(state or dvv.EMPTY, key in damaged, event.failure)
+            readers, line.readers = line.readers, []
+            for reader in readers:
+                reader(line.local)
+            if line.waiting:
+                self._to_apply[key] = None
+            self._forget(key, line)
+
+    def persisted(self, event: Persisted) -> None:
+        """Storage answered a ``Persist``, ``durable`` or ``full``."""
+        for key in self._persists.pop(event.ticket):
+            line = self._lines[key]
+            changes, line.writing = line.writing, []
+            if event.outcome == "durable":
+                line.local = Local(line.written)
+            for change in changes:
+                if event.outcome == "durable":
+                    change.durable(line.written)
+                else:
+                    change.failed(Unavailable(f"the shard's disk is full, nothing was written: {event.text}"))
+            if line.waiting:
+                self._to_apply[key] = None
+            self._forget(key, line)
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``flush`` has something to do."""
+        return bool(self._to_load or self._to_apply)
+
+    def flush(self, replica: str) -> list[Effect]:
+        """Order what has come together: one ``Load`` and one ``Persist`` at most.
+
+        ``replica`` is the id that changes applied now were dotted with.
+        """
+        effects: list[Effect] = []
+        if self._to_load:
+            keys, self._to_load = tuple(self._to_load), []
+            ticket = self._ticket()
+            self._loads[ticket] = keys
+            effects.append(Load(ticket, keys))
+        if writes := self._apply():
+            ticket = self._ticket()
+            self._persists[ticket] = tuple(key for key, _ in writes)
+            effects.append(Persist(ticket, writes, replica))
+        return effects
+
+    def _apply(self) -> tuple[tuple[bytes, RecordState], ...]:
+        writes: list[tuple[bytes, RecordState]] = []
+        while self._to_apply:
+            key = next(iter(self._to_apply))
+            del self._to_apply[key]
+            line = self._lines.get(key)
+            if line is None or line.writing:
+                continue
+            if self._apply_line(line):
+                writes.append((key, line.written))
+            self._forget(key, line)
+        return tuple(writes)
+
+    @staticmethod
+    def _apply_line(line: _Line) -> bool:
+        """Apply what waits; whether there is something to persist."""
+        assert line.local is not None
+        changes, line.waiting = line.waiting, deque()
+        if line.local.failure:
+            for change in changes:
+                change.failed(
+                    Unavailable(f"nothing was written, the disk cannot be read: {line.local.failure}")
+                )
+            return False
+        state, accepted = line.local.state, []
+        for change in changes:
+            try:
+                state = change.apply(state)
+            except KVCommError as error:
+                change.failed(error)
+            else:
+                accepted.append(change)
+        if state == line.local.state:
+            for change in accepted:
+                change.durable(state)
+            return False
+        line.writing, line.written = accepted, state
+        return True
+
+    def _line(self, key: bytes) -> _Line:
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = _Line()
+            self._to_load.append(key)
+        return line
+
+    def _forget(self, key: bytes, line: _Line) -> None:
+        if line.idle and line.local is not None and self._lines.get(key) is line:
+            del self._lines[key]
+            self._to_apply.pop(key, None)
+
+    def _ticket(self) -> Ticket:
+        return Ticket(next(self._tickets))
+
+    def check(self) -> None:
+        """Assert the invariants of the drawing above."""
+        loading = set(self._to_load).union(*self._loads.values())
+        persisting = [key for keys in self._persists.values() for key in keys]
+        assert len(persisting) == len(set(persisting)), "two writes of one record in flight"
+        for key, line in self._lines.items():
+            assert (line.local is None) == (key in loading), f"line {key!r} and its load disagree"
+            assert bool(line.writing) == (key in persisting), f"line {key!r} and its write disagree"
+            assert not line.readers or line.local is None, f"line {key!r} lets readers wait for nothing"
+            assert not line.waiting or line.local is None or line.writing or key in self._to_apply, (
+                f"{key!r} is stuck"
+            )
+            assert len(line.waiting) <= self._changes_max
+        assert set(persisting) <= self._lines.keys() and loading <= self._lines.keys()
+
+    def story(self, key: bytes) -> str:
+        """The line of ``key``, for a person."""
+        line = self._lines.get(key)
+        if line is None:
+            return "not in use"
+        if line.local is None:
+            return f"loading; {len(line.readers)} readers and {len(line.waiting)} changes wait"
+        flags = " damaged" if line.local.damaged else ""
+        changes = f"{len(line.writing)} changes being written, {len(line.waiting)} wait"
+        return f"durable{flags} {line.local.state}; {changes}"

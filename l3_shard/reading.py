@@ -1,0 +1,154 @@
+"""``Reading``: coordinates gets: our own durable state, merged with those of other replicas until R have
+answered.
+
+With a read quorum of 1 nobody else is asked, unless our own copy is damaged or unreadable.  When fewer than R
+answer in time, what there is goes out marked ``degraded``.  Whatever an answer teaches us is merged into our
+own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable
+from kvcomm.machine import Origin
+from kvcomm.wire.messages import Message, RecordFetch, RecordState, RecordStates
+from l3_shard import dvv
+from l3_shard.desk import Desk, Request
+from l3_shard.lines import Lines, Local
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A key to read, placed by the ring."""
+
+    key: bytes
+    others: tuple[str, ...]
+    """The replicas beside this one."""
+    need: int
+    """Answers that make it not degraded, this shard's own included."""
+
+
+@dataclass(eq=False, slots=True)
+class _Get:
+    request: Request
+    epoch: int
+    records: list[_Record] = field(default_factory=list)
+    open_count: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    get: _Get
+    query: Query
+    state: RecordState = dvv.EMPTY
+    own: RecordState | None = None
+    """Ours, once it is known and intact."""
+    damaged: bool = False
+    answer_count: int = 0
+    outstanding: int = 1
+    """Answers that may still come, our own first."""
+    decided: bool = False
+
+
+class Reading:
+    """``repair(key, state)`` merges into our own copy; ``refused(answer)`` hears of every peer that did not
+    answer.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        lines: Lines,
+        repair: Callable[[bytes, RecordState], None],
+        refused: Callable[[Message], None],
+    ) -> None:
+        self.degraded_count = 0
+        self._desk, self._lines, self._repair, self._refused = desk, lines, repair, refused
+
+    def get(self, origin: Origin, epoch: int, queries: Sequence[Query]) -> None:
+        """Coordinate one request.
+
+        Raises:
+            Refused: the shard is busy.
+        """
+        request = self._desk.open(origin, len(queries))
+        get = _Get(request, epoch, open_count=len(queries))
+        get.records = [_Record(get, query) for query in queries]
+        request.expire = partial(self._expire, get)
+        self._ask(get, [record for record in get.records if record.query.need > 1])
+        for record in get.records:
+            self._lines.read(record.query.key, partial(self._own, record))
+
+    def _ask(self, get: _Get, records: Sequence[_Record]) -> None:
+        """Ask every other replica of each record: the slow and the dead must not hold up the quorum."""
+        by_node: dict[str, list[_Record]] = {}
+        for record in records:
+            record.outstanding += len(record.query.others)
+            for node in record.query.others:
+                by_node.setdefault(node, []).append(record)
+        for node, theirs in by_node.items():
+            message = RecordFetch(get.epoch, [record.query.key for record in theirs])
+            self._desk.ask(node, message, partial(self._answered, theirs))
+
+    def _own(self, record: _Record, local: Local) -> None:
+        record.outstanding -= 1
+        if local.damaged or local.failure:
+            record.damaged = local.damaged
+            if record.query.need <= 1 and not record.decided:
+                self._ask(record.get, [record])
+        else:
+            record.own = local.state
+            self._learn(record, local.state)
+        self._settle(record)
+
+    def _answered(self, records: list[_Record], answer: Message) -> None:
+        usable = isinstance(answer, RecordStates) and len(answer.states) == len(records)
+        if not usable:
+            self._refused(answer)
+        for index, record in enumerate(records):
+            record.outstanding -= 1
+            if isinstance(answer, RecordStates) and usable:
+                self._learn(record, answer.states[index] or dvv.EMPTY, counts=not answer.degraded)
+            self._settle(record)
+
+    @staticmethod
+    def _learn(record: _Record, state: RecordState, *, counts: bool = True) -> None:
+        try:
+            record.state = dvv.merge(record.state, dvv.checked(state))
+        except (Corrupt, TooLarge):
+            return  # as good as no answer; the quorum decides whether the others suffice
+        record.answer_count += counts
+
+    def _settle(self, record: _Record) -> None:
+        if not record.decided and (record.answer_count >= record.query.need or not record.outstanding):
+            self._decide(record)
+
+    def _decide(self, record: _Record) -> None:
+        record.decided = True
+        if record.damaged or (record.own is not None and record.own != record.state):
+            self._repair(record.query.key, record.state)
+        record.get.open_count -= 1
+        if not record.get.open_count:
+            self._finish(record.get)
+
+    def _expire(self, get: _Get) -> None:
+        for record in get.records:
+            if not record.decided:
+                self._decide(record)
+
+    def _finish(self, get: _Get) -> None:
+        self._desk.close(get.request, self._verdict(get))
+
+    def _verdict(self, get: _Get) -> Message | KVCommError:
+        if not all(record.answer_count for record in get.records):
+            return Unavailable("no replica could read the record; retry later")
+        states = [dvv.presented(record.state) if record.state.context else None for record in get.records]
+        size = sum(dvv.value_bytes(state) for state in states if state is not None)
+        if len(states) > 1 and size > self._desk.limits.message_bytes:
+            return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")
+        degraded = any(record.answer_count < record.query.need for record in get.records)
+        self.degraded_count += degraded
+        return RecordStates(states, degraded)

@@ -1,0 +1,507 @@
+"""``Shard``: the records of one shard as a machine: coordinator for callers, replica for its peers.
+
+Theory of operation.  A key's *replicas* are its owners in the ring.  Any of them may coordinate::
+
+    caller ── RecordPut ──► coordinator: load, apply (gives the write its dot), persist
+                                │ only now, durable here, does the dot leave the machine
+                                ├── RecordReplicate ──► replica: load, merge, persist ── Done ──┐
+                                └── RecordReplicate ──► replica ...                             │
+    caller ◄── RecordVersions ── as soon as W replicas, itself included, have it durable ◄──────┘
+
+    caller ── RecordGet ──► coordinator: own durable state, merged with RecordFetch answers until R replicas
+    answered
+
+* **Persist first, replicate after.**  A dot that was sent and then lost in a crash would be given out twice.
+* **Three outcomes.**  W acknowledgements: done.  Refused before anything was written: ``unavailable``,
+``conflict``,
+  ``too_large``, ``refused``.  Otherwise ``outcome_unknown``: it is or may be durable somewhere and will
+  spread.
+* **Epochs.**  A caller's request must carry this shard's epoch.  An older one is answered with the new map; a
+  newer one cannot be judged yet and is ``unavailable``.  Replication under an older epoch is refused too, so
+  a coordinator never counts an acknowledgement that a newer map does not; under a newer one it is accepted,
+  for the sender knows better who owns the key. A coordinator that learns of a newer map this way sends its
+  write again under it, if the owners are the same.
+* **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
+credential, so
+  no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
+  their digest. Replication names stored keys and is accepted from the cluster's own nodes only.
+
+Where later parts take hold: :meth:`Shard._missed` (a replica that did not acknowledge: hinted handoff),
+``Lines.change`` with a merge (read repair and anti-entropy are merges like replication), :meth:`Shard._adopt`
+(migration).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from kvcomm.clock import ClockDrift, HybridClock, Stamp
+from kvcomm.errors import Corrupt, KVCommError, Refused, StaleEpoch, TooLarge, Unavailable
+from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
+from kvcomm.version import VersionError, VersionVector
+from kvcomm.wire.messages import (
+    KEYS_MAX,
+    VALUE_BYTES_MAX,
+    Done,
+    Failure,
+    Message,
+    RecordFetch,
+    RecordGet,
+    RecordKeys,
+    RecordPut,
+    RecordReplicate,
+    RecordScan,
+    RecordState,
+    RecordStates,
+    RecordWrite,
+    RingGet,
+    RingMap,
+)
+from l3_shard import dvv
+from l3_shard.desk import Desk, Request, ShardLimits
+from l3_shard.lines import Lines, Local
+from l3_shard.reading import Query, Reading
+from l3_shard.replica import successor
+from l3_shard.ring import Ring, RingError, decode_map, encode_map
+from l3_shard.storage import Loaded, Persisted, Scan, Scanned
+from l3_shard.writing import Draft, Writing
+
+TENANT_BYTES = 16
+RECORD_KEY_BYTES_MAX = 480
+"""The store's own limit is 511 bytes, tenant included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingChanged(Event):
+    """The shell heard of a ring map; it is taken up if it is newer, else counted and forgotten."""
+
+    ring_map: RingMap
+
+
+@dataclass(frozen=True, slots=True)
+class WallAdjusted(Event):
+    """What the wall clock showed at ``now = 0``, in milliseconds since 1970."""
+
+    origin_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCounts:
+    """What happened since start."""
+
+    put_count: int
+    get_count: int
+    outcome_unknown_count: int
+    degraded_count: int
+    conflict_count: int
+    busy_count: int
+    stale_request_count: int
+    """Requests that carried another epoch than ours."""
+    stale_map_count: int
+    """Ring maps that were not newer than ours, or impossible."""
+    missed_count: int
+    """Records that a replica did not acknowledge."""
+    damaged_count: int
+    """Records whose stored bytes failed verification."""
+    drift_count: int
+    """Stamps too far ahead of our wall clock to follow."""
+
+
+@dataclass(eq=False, slots=True)
+class _Merges:
+    """A peer's request to merge."""
+
+    request: Request
+    open_count: int
+    error: KVCommError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Merge:
+    """A ``Change``."""
+
+    incoming: RecordState
+    done: Callable[[KVCommError | None], None]
+
+    def apply(self, state: RecordState) -> RecordState:
+        return dvv.merge(state, self.incoming)
+
+    def durable(self, state: RecordState) -> None:
+        self.done(None)
+
+    def failed(self, error: KVCommError) -> None:
+        self.done(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """A peer's request for our own states."""
+
+    request: Request
+    states: list[RecordState | None]
+    open_count: int
+    incomplete: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Scan:
+    request: Request
+    prefix: bytes
+    limit: int
+    found: list[bytes] = field(default_factory=list)
+
+
+class Shard:
+    """One shard's records: a ``kvcomm.machine.Machine``.
+
+    Args:
+        node: this shard's name in the ring.
+        replica: the id of the state in the store (see ``l3_shard.replica``).
+        ring_map: the map to start with; ``node`` need not be in it.
+        node_tenant: tenant digest of the cluster's own processes.
+        origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
+
+    Raises:
+        RingError: the map contradicts itself.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        replica: str,
+        ring_map: RingMap,
+        *,
+        node_tenant: bytes,
+        origin_ms: int,
+        limits: ShardLimits | None = None,
+    ) -> None:
+        self.node = node
+        self.replica = replica
+        self.ring = Ring.from_map(ring_map)
+        self._node_tenant = node_tenant
+        self._origin_ms = origin_ms
+        self._clock = HybridClock()
+        self._limits = limits or ShardLimits()
+        tickets: Iterator[int] = count(1)
+        self._desk = Desk(self._limits, tickets)
+        self._lines = Lines(self._limits.changes_max, tickets)
+        self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
+        self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
+        self._scans: dict[Ticket, _Scan] = {}
+        self._stopped = False
+        self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
+        self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Decide.  After a failed write to the disk the shard orders its end and does nothing more."""
+        if self._stopped:
+            return []
+        self._desk.now = now
+        match event:
+            case Received():
+                self._received(event.origin, event.message)
+            case Answered():
+                self._desk.answered(event)
+            case Loaded():
+                self._loaded(event)
+            case Persisted(outcome="failed"):
+                self._stopped = True
+                return [
+                    Stop(f"shard {self.node}: the disk failed, what was written is unknown: {event.text}")
+                ]
+            case Persisted():
+                self._lines.persisted(event)
+            case Scanned():
+                self._scanned(event)
+            case RingChanged():
+                self._adopt(event.ring_map)
+            case WallAdjusted():
+                self._origin_ms = event.origin_ms
+        self._desk.expire()
+        return self._flush()
+
+    def deadline(self) -> float | None:
+        return None if self._stopped else self._desk.deadline()
+
+    def _flush(self) -> list[Effect]:
+        """Collect what was ordered; a change that came to nothing is done here and may order more."""
+        effects = self._desk.take()
+        while self._lines.pending:
+            effects += self._lines.flush(self.replica)
+        self._writing.flush()
+        return effects + self._desk.take()
+
+    # -- requests
+
+    def _received(self, origin: Origin, message: Message) -> None:
+        try:
+            match message:
+                case RecordGet():
+                    self._get(origin, message)
+                case RecordPut():
+                    self._put(origin, message)
+                case RecordScan():
+                    self._scan(origin, message)
+                case RecordReplicate():
+                    self._replicate(origin, message)
+                case RecordFetch():
+                    self._fetch(origin, message)
+                case RingGet():
+                    self._desk.reply(origin, self.ring.to_map())
+                case _:
+                    raise Refused(f"a shard's records do not answer {type(message).__name__}")
+        except KVCommError as error:
+            self._desk.reply(origin, error)
+
+    def _get(self, origin: Origin, message: RecordGet) -> None:
+        self._check_epoch(message.epoch)
+        self._get_count += 1
+        queries = [self._query(origin.tenant, key) for key in _checked_keys(message.keys)]
+        if not queries:
+            self._desk.reply(origin, RecordStates([]))
+        else:
+            self._reading.get(origin, message.epoch, queries)
+
+    def _put(self, origin: Origin, message: RecordPut) -> None:
+        self._check_epoch(message.epoch)
+        self._put_count += 1
+        _checked_keys([write.key for write in message.writes])
+        drafts = [self._draft(origin.tenant, write) for write in message.writes]
+        if not drafts:
+            raise Refused("a put names at least one record")
+        self._writing.put(origin, message.epoch, drafts)
+
+    def _query(self, tenant: bytes, key: bytes) -> Query:
+        others = self._others(key)
+        return Query(tenant + key, others, min(self.ring.to_map().read_quorum, 1 + len(others)))
+
+    def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
+        if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
+            raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(write.value)}")
+        try:
+            context = VersionVector.from_wire(write.context)
+        except VersionError as error:
+            raise Refused(f"the context is not one that a get or put returned: {error}") from error
+        others = self._others(write.key)
+        need = min(self.ring.to_map().write_quorum, 1 + len(others))
+        return Draft(tenant + write.key, write.value, context, others, need)
+
+    def _others(self, key: bytes) -> tuple[str, ...]:
+        """The other replicas of a caller's ``key``.
+
+        Raises:
+            Refused: we are not one of them.
+        """
+        replicas = self.ring.replicas(key)
+        if self.node not in replicas:
+            raise Refused(
+                f"epoch {self.ring.epoch}: the owners of this record are {replicas}, not {self.node}"
+            )
+        return tuple(node for node in replicas if node != self.node)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch == self.ring.epoch:
+            return
+        self._stale_request_count += 1
+        if epoch < self.ring.epoch:
+            raise StaleEpoch(
+                f"epoch {epoch} is over, this is {self.ring.epoch}", encode_map(self.ring.to_map())
+            )
+        raise Unavailable(f"{self.node} is at epoch {self.ring.epoch} and has not heard of {epoch} yet")
+
+    # -- the replica's side
+
+    def _check_peer(self, origin: Origin, epoch: int, keys: Sequence[bytes]) -> None:
+        if origin.tenant != self._node_tenant:
+            raise Refused("replication is spoken among the cluster's own nodes only")
+        _checked_keys(keys, TENANT_BYTES)
+        if epoch <= self.ring.epoch:
+            self._check_epoch(epoch)
+            for stored in keys:
+                self._others(stored[TENANT_BYTES:])
+
+    def _replicate(self, origin: Origin, message: RecordReplicate) -> None:
+        self._check_peer(origin, message.epoch, message.keys)
+        if not message.keys or len(message.keys) != len(message.states):
+            raise Refused(f"{len(message.keys)} keys with {len(message.states)} states")
+        states = [dvv.checked(state) for state in message.states]
+        request = self._desk.open(origin, len(states), sum(map(dvv.value_bytes, states)))
+        merges = _Merges(request, len(states))
+        request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
+        for key, state in zip(message.keys, states, strict=True):
+            self._merge(key, state, partial(self._merged, merges))
+
+    def _merge(self, key: bytes, state: RecordState, done: Callable[[KVCommError | None], None]) -> None:
+        try:
+            self._lines.change(key, _Merge(state, done))
+        except Refused as error:
+            done(error)
+
+    def _merged(self, merges: _Merges, error: KVCommError | None) -> None:
+        merges.open_count -= 1
+        merges.error = merges.error or error
+        if not merges.open_count and merges.request.open:
+            self._desk.close(merges.request, merges.error or Done())
+
+    def _fetch(self, origin: Origin, message: RecordFetch) -> None:
+        self._check_peer(origin, message.epoch, message.keys)
+        if not message.keys:
+            raise Refused("a fetch names at least one record")
+        request = self._desk.open(origin, len(message.keys))
+        fetch = _Fetch(request, [None] * len(message.keys), len(message.keys))
+        request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
+        for index, key in enumerate(message.keys):
+            self._lines.read(key, partial(self._fetched, fetch, index))
+
+    def _fetched(self, fetch: _Fetch, index: int, local: Local) -> None:
+        """``degraded`` tells the coordinator that a state is missing here, not absent."""
+        fetch.states[index] = local.state if local.state.context else None
+        fetch.incomplete |= local.damaged or bool(local.failure)
+        fetch.open_count -= 1
+        if fetch.open_count or not fetch.request.open:
+            return
+        size = sum(dvv.value_bytes(state) for state in fetch.states if state is not None)
+        if len(fetch.states) > 1 and size > self._limits.message_bytes:
+            self._desk.close(fetch.request, TooLarge(f"{size} bytes of values do not fit one answer"))
+        else:
+            self._desk.close(fetch.request, RecordStates(fetch.states, fetch.incomplete))
+
+    def _place(self, key: bytes) -> tuple[int, tuple[str, ...]]:
+        """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
+        replicas = self.ring.replicas(key[TENANT_BYTES:])
+        return self.ring.epoch, tuple(
+            node for node in replicas if node != self.node
+        ) if self.node in replicas else ()
+
+    def _repair(self, key: bytes, state: RecordState) -> None:
+        """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
+        again.
+        """
+        self._merge(key, state, lambda error: None)
+
+    def _missed(self, node: str, keys: Sequence[bytes], answer: Message) -> None:
+        """``node`` did not acknowledge ``keys``."""
+        self._missed_count += len(keys)
+        self._refused(answer)
+
+    def _refused(self, answer: Message) -> None:
+        """A peer that is ahead of us sends its map along."""
+        if isinstance(answer, Failure) and answer.code == StaleEpoch.code:
+            try:
+                self._adopt(decode_map(answer.detail))
+            except Corrupt:
+                self._stale_map_count += 1
+
+    # -- what changes give and take
+
+    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
+        """Give a write its dot and stamp."""
+        try:
+            return dvv.put(state, self.replica, self._stamp(state), value, context)
+        except KVCommError:
+            self._conflict_count += 1
+            raise
+
+    def _stamp(self, state: RecordState) -> Stamp:
+        wall_ms = self._origin_ms + int(self._desk.now * 1_000)
+        for sibling in state.siblings:
+            try:
+                self._clock.observe(Stamp(sibling.hlc), wall_ms)
+            except ClockDrift:
+                self._drift_count += 1
+        return self._clock.tick(wall_ms)
+
+    def _loaded(self, event: Loaded) -> None:
+        """A damaged record is a lost counter: from here on our writes carry the next id (before any is
+        applied).
+        """
+        if event.damaged:
+            self._damaged_count += len(event.damaged)
+            self.replica = successor(self.replica)
+        self._lines.loaded(event)
+
+    def _adopt(self, ring_map: RingMap) -> None:
+        """Epochs only grow.  Requests under way keep the epoch that they began with."""
+        if ring_map.epoch <= self.ring.epoch:
+            self._stale_map_count += 1
+            return
+        try:
+            self.ring = Ring.from_map(ring_map)
+        except RingError:
+            self._stale_map_count += 1
+
+    # -- scans
+
+    def _scan(self, origin: Origin, message: RecordScan) -> None:
+        if len(message.prefix) > RECORD_KEY_BYTES_MAX or len(message.after) > RECORD_KEY_BYTES_MAX:
+            raise TooLarge(f"record names have at most {RECORD_KEY_BYTES_MAX} bytes")
+        if message.limit < 1:
+            raise Refused(f"a scan's limit starts at 1, got {message.limit}")
+        request = self._desk.open(origin, 1)
+        request.expire = partial(
+            self._desk.close, request, Unavailable("the scan took too long; ask for fewer keys")
+        )
+        scan = _Scan(request, origin.tenant + message.prefix, min(message.limit, self._limits.scan_count_max))
+        self._scan_on(scan, origin.tenant + message.after)
+
+    def _scan_on(self, scan: _Scan, after: bytes) -> None:
+        ticket = self._desk.ticket()
+        self._scans[ticket] = scan
+        self._desk.order(Scan(ticket, scan.prefix, after, scan.limit - len(scan.found)))
+
+    def _scanned(self, event: Scanned) -> None:
+        """Only what we own: copies that an older ring left here are not ours to name."""
+        scan = self._scans.pop(event.ticket)
+        if not scan.request.open:
+            return
+        if event.failure:
+            self._desk.close(scan.request, Unavailable(f"the shard's disk cannot be read: {event.failure}"))
+            return
+        names = [key[TENANT_BYTES:] for key in event.keys]
+        scan.found += [name for name in names if self.node in self.ring.replicas(name)]
+        if event.resume is None or len(scan.found) >= scan.limit:
+            self._desk.close(scan.request, RecordKeys(scan.found))
+        else:
+            self._scan_on(scan, event.resume)
+
+    # -- looking inside
+
+    def counts(self) -> ShardCounts:
+        return ShardCounts(
+            self._put_count,
+            self._get_count,
+            self._writing.unknown_count,
+            self._reading.degraded_count,
+            self._conflict_count,
+            self._desk.refused_count,
+            self._stale_request_count,
+            self._stale_map_count,
+            self._missed_count,
+            self._damaged_count,
+            self._drift_count,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self._desk.check()
+        self._lines.check()
+
+    def story(self, key: bytes) -> str:
+        """What is known of the stored ``key`` (tenant digest included), for a person."""
+        owners = self.ring.replicas(key[TENANT_BYTES:])
+        place = f"epoch {self.ring.epoch}, owners {owners}"
+        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}"
+
+
+def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:
+    if len(keys) > KEYS_MAX:
+        raise TooLarge(f"a request names at most {KEYS_MAX} records, got {len(keys)}; split the batch")
+    for key in keys:
+        if not prefix_bytes < len(key) <= prefix_bytes + RECORD_KEY_BYTES_MAX:
+            raise TooLarge(
+                f"a record name has 1 to {RECORD_KEY_BYTES_MAX} bytes, got {len(key) - prefix_bytes}"
+            )
+    return keys

@@ -1,0 +1,231 @@
+"""``Writing``: coordinates puts: gives each write its dot, makes it durable here, then on enough of the other
+replicas.
+
+A write goes through::
+
+    waiting ──apply──► applied ──persisted──► durable here ──► W acknowledgements: done
+       │                  │                        │
+       │ refused,         │ disk full:             │ too few replicas left, or time is up:
+       ▼ time is up       ▼ nothing was written    ▼ outcome_unknown
+    not done           not done                 it spreads all the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
+from kvcomm.machine import Origin
+from kvcomm.version import VersionVector
+from kvcomm.wire.messages import Done, Message, RecordReplicate, RecordState, RecordVersion, RecordVersions
+from l3_shard import dvv
+from l3_shard.desk import Desk, Request
+from l3_shard.lines import Lines
+
+REPLICATE_KEYS_MAX = 1_024
+
+Accept = Callable[[RecordState, bytes | None, VersionVector], dvv.Written]
+"""Gives a write its dot under this shard's replica id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A write that has passed the edge: stored key, checked bounds, placed by the ring."""
+
+    key: bytes
+    value: bytes | None
+    context: VersionVector
+    others: tuple[str, ...]
+    """The replicas beside this one."""
+    need: int
+    """Acknowledgements that make it done, this shard's own included."""
+
+
+@dataclass(eq=False, slots=True)
+class _Put:
+    request: Request
+    epoch: int
+    writes: list[_Write] = field(default_factory=list)
+    open_count: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    """A ``Change``."""
+
+    owner: Writing
+    put: _Put
+    draft: Draft
+    written: dvv.Written | None = None
+    state: RecordState = dvv.EMPTY
+    """What is sent to the other replicas: the record as it became durable with this write."""
+    acks: int = 0
+    outstanding: int = 0
+    """Replicas that may still acknowledge."""
+    decided: bool = False
+    error: KVCommError | None = None
+
+    def apply(self, state: RecordState) -> RecordState:
+        self.written = self.owner.accept(state, self.draft.value, self.draft.context)
+        return self.written.state
+
+    def durable(self, state: RecordState) -> None:
+        self.acks, self.outstanding = 1, len(self.draft.others)
+        self.state = state
+        self.owner.spread(self)
+
+    def failed(self, error: KVCommError) -> None:
+        self.owner.decide(self, error)
+
+
+class Writing:
+    """Coordinates puts.
+
+    Args:
+        place: (epoch, other replicas) of a stored key by the newest map.
+        missed: hears (node, keys, answer) of every replica that did not acknowledge: the place for hinted
+            handoff.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        lines: Lines,
+        accept: Accept,
+        place: Callable[[bytes], tuple[int, tuple[str, ...]]],
+        missed: Callable[[str, Sequence[bytes], Message], None],
+    ) -> None:
+        self.accept = accept
+        self.unknown_count = 0
+        self._desk, self._lines, self._place, self._missed = desk, lines, place, missed
+        self._outbox: dict[tuple[str, int], list[_Write]] = {}
+
+    def put(self, origin: Origin, epoch: int, drafts: Sequence[Draft]) -> None:
+        """Coordinate one request.
+
+        Raises:
+            Refused: the shard is busy.
+        """
+        request = self._desk.open(origin, len(drafts), sum(len(draft.value or b"") for draft in drafts))
+        put = _Put(request, epoch, open_count=len(drafts))
+        put.writes = [_Write(self, put, draft) for draft in drafts]
+        request.expire = partial(self._expire, put)
+        for write in put.writes:
+            try:
+                self._lines.change(write.draft.key, write)
+            except KVCommError as error:
+                self.decide(write, error)
+
+    def spread(self, write: _Write) -> None:
+        """``write`` is durable here: send its record to the other replicas at the next flush."""
+        for node in write.draft.others:
+            self._outbox.setdefault((node, write.put.epoch), []).append(write)
+        self._settle(write)
+
+    def flush(self) -> None:
+        """One message a peer for everything that became durable together, in pieces of bounded size."""
+        outbox, self._outbox = self._outbox, {}
+        for (node, epoch), writes in outbox.items():
+            for piece in self._pieces(writes):
+                states: dict[bytes, RecordState] = {}
+                for write in piece:  # merged: a write that goes out again may be older than its neighbour
+                    states[write.draft.key] = dvv.merge(states.get(write.draft.key, dvv.EMPTY), write.state)
+                message = RecordReplicate(epoch, list(states), list(states.values()))
+                held_bytes = sum(map(dvv.value_bytes, message.states))
+                self._desk.ask(node, message, partial(self._answered, node, epoch, piece), held_bytes)
+
+    def _pieces(self, writes: Sequence[_Write]) -> Iterator[list[_Write]]:
+        """Writes of one record, durable together or one after the other, are sent and counted as one
+        state."""
+        piece: list[_Write] = []
+        keys: set[bytes] = set()
+        size = 0
+        for write in writes:
+            extra_bytes = 0 if write.draft.key in keys else dvv.value_bytes(write.state)
+            if piece and (
+                size + extra_bytes > self._desk.limits.message_bytes or len(keys) == REPLICATE_KEYS_MAX
+            ):
+                yield piece
+                piece, size, extra_bytes = [], 0, dvv.value_bytes(write.state)
+                keys.clear()
+            piece.append(write)
+            keys.add(write.draft.key)
+            size += extra_bytes
+        yield piece
+
+    def _answered(self, node: str, epoch: int, writes: list[_Write], answer: Message) -> None:
+        if isinstance(answer, Done):
+            for write in writes:
+                write.acks += 1
+                write.outstanding -= 1
+                self._settle(write)
+            return
+        self._missed(node, [write.draft.key for write in writes], answer)
+        for write in writes:
+            if not self._again(node, epoch, write):
+                write.outstanding -= 1
+                self._settle(write)
+
+    def _again(self, node: str, epoch: int, write: _Write) -> bool:
+        """Whether the peer refused for a newer map, which we have by now, and the owners are the same under
+        it."""
+        now_epoch, others = self._place(write.draft.key)
+        if write.decided or now_epoch <= epoch or set(others) != set(write.draft.others):
+            return False
+        self._outbox.setdefault((node, now_epoch), []).append(write)
+        return True
+
+    def _settle(self, write: _Write) -> None:
+        need = write.draft.need
+        if write.acks >= need:
+            self.decide(write, None)
+        elif write.acks + write.outstanding < need:
+            self.decide(write, OutcomeUnknown(f"only {write.acks} of {need} replicas confirmed the write"))
+
+    def decide(self, write: _Write, error: KVCommError | None) -> None:
+        """The fate of one write, for its caller; what comes later changes nothing."""
+        if write.decided:
+            return
+        write.decided, write.error = True, error
+        write.put.open_count -= 1
+        if not write.put.open_count:
+            self._finish(write.put)
+
+    def _expire(self, put: _Put) -> None:
+        for write in put.writes:
+            if write.decided:
+                continue
+            if self._lines.withdraw(write.draft.key, write):
+                self.decide(write, Unavailable("the shard was too slow; nothing was written"))
+            else:
+                self.decide(
+                    write, OutcomeUnknown(f"{write.acks} of {write.draft.need} replicas confirmed in time")
+                )
+
+    def _finish(self, put: _Put) -> None:
+        errors = [write.error for write in put.writes if write.error is not None]
+        if errors:
+            error = self._verdict(put, errors)
+            self.unknown_count += isinstance(error, OutcomeUnknown)
+            self._desk.close(put.request, error)
+        else:
+            self._desk.close(put.request, RecordVersions([_version(write) for write in put.writes]))
+
+    @staticmethod
+    def _verdict(put: _Put, errors: list[KVCommError]) -> KVCommError:
+        """One error for the batch.  It must not say "nothing was changed" when a part of the batch was."""
+        unknown = [error for error in errors if isinstance(error, OutcomeUnknown)]
+        error = unknown[0] if unknown else errors[0]
+        applied_count = sum(write.error is None for write in put.writes)
+        if not applied_count or unknown:
+            return error
+        text = f"{error.message} ({applied_count} of {len(put.writes)} writes of this batch were done)"
+        return OutcomeUnknown(text) if isinstance(error, Unavailable) else type(error)(text, error.detail)
+
+
+def _version(write: _Write) -> RecordVersion:
+    assert write.written is not None
+    dot = write.written.dot
+    return RecordVersion(dot.replica, dot.counter, write.written.context, write.acks)

@@ -1,0 +1,63 @@
+"""The baselines really move the bytes they are timed for, and clean up after themselves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bench.peers import mooncake_store
+from bench.peers.memory import Buffers, memcpy
+from bench.peers.mooncake_store import mooncake
+from bench.peers.raw_socket import raw_socket
+from bench.peers.redis_server import redis_server
+
+
+def test_buffers_are_distinct_and_repeatable():
+    one, again = Buffers(3, 64), Buffers(3, 64)
+    assert one.all == again.all and len({bytes(buffer) for buffer in one.all}) == 3
+    assert len(set(one.addresses())) == 3
+
+
+def test_memcpy_goes_round_its_working_set():
+    assert len(memcpy(2, 1024).times(5)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_raw_socket_answers():
+    with raw_socket(2, 1 << 20) as fetch:
+        assert len(fetch.times(5)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_redis_answers_both_ways():
+    with redis_server() as server:
+        if isinstance(server, str):
+            pytest.skip(server)
+        for way, client in server.clients.items():
+            client.set(way, b"value")
+            assert client.get(way) == b"value"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mooncake_answers():
+    with mooncake(2, 64 << 10) as operations:
+        if isinstance(operations, str):
+            pytest.skip(operations)
+        assert [len(operation.times(2)) for operation in operations] == [2, 2]
+
+
+def test_a_missing_peer_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("KVCOMM_CACHE_DIR", str(tmp_path))
+    assert mooncake_store.environment().parent.parent == tmp_path
+    with redis_server() as server, mooncake(1, 1024) as operations:
+        assert "install-peers" in str(server) and "install-peers" in str(operations)
+
+
+def test_mooncake_workers_do_not_see_our_packages(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    assert "PYTHONPATH" not in mooncake_store._plain_environment() and "PYTHONPATH" in os.environ

@@ -1,0 +1,82 @@
+import msgspec
+import pytest
+
+from kvcomm.wire import messages
+from kvcomm.wire.frames import FrameReader, encode_frame
+from kvcomm.wire.messages import (
+    MESSAGES,
+    BlockCopies,
+    BlockGet,
+    BlockItem,
+    BlockListed,
+    BlockPut,
+    BlockReserved,
+    Failure,
+    Grant,
+    Hello,
+    Message,
+    RecordPut,
+    RecordReplicate,
+    RecordState,
+    RecordStates,
+    RecordVersion,
+    RecordVersions,
+    RecordWrite,
+    RingMap,
+    RingNode,
+    Sibling,
+    Want,
+    Welcome,
+)
+
+STATE = RecordState({"r1": 3, "r2": 1}, [Sibling("r1", 3, 1 << 60, b"value"), Sibling("r2", 1, 0, None)])
+NODE = RingNode("n1", "tcp://h:1", "unix:///run/n1", "h:2", "rack-a", 2)
+EXAMPLES: list[Message] = [
+    Hello(1, "t:ab", (1 << 64) - 1, bytes(32)),
+    Welcome("n", "pool", "i", 1, bytes(16), "/dev/shm/x", 9),
+    Failure("stale_epoch", "text", b"\x00map"),
+    BlockReserved([Grant("granted", 1 << 63, 4096, 7), Grant("present")]),
+    BlockPut(3, [Want(b"k" * 32, 1000)]),
+    BlockCopies([0, 5]),
+    BlockListed([BlockItem(b"k", 1)]),
+    RecordStates([STATE, None], True),
+    RecordPut(1, [RecordWrite(b"k", None, {"r": 1}), RecordWrite(b"l", b"", {})]),
+    RecordVersions([RecordVersion("r", 1, {"r": 1}, 2)]),
+    RecordReplicate(1, [b"k"], [STATE]),
+    RingMap(4, 3, 2, 1, 1, [NODE], [NODE]),
+]
+
+
+def test_every_message_can_be_decoded() -> None:
+    """A message that is missing from MESSAGES would be refused by every receiver."""
+    assert set(MESSAGES) == set(Message.__subclasses__())
+    assert len(MESSAGES) == len(set(MESSAGES))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    [piece] = encode_frame(9, message)
+    reader = FrameReader()
+    reader.buffer()[: len(piece)] = piece
+    [frame] = reader.advance(len(piece))
+    assert (frame.request, frame.message, frame.payload) == (9, message, [])
+
+
+def test_messages_are_tagged_arrays_without_field_names() -> None:
+    body = msgspec.msgpack.encode(BlockGet(1, [b"k"]))
+    assert msgspec.msgpack.decode(body) == ["BlockGet", 1, [b"k"]]
+
+
+def test_only_a_record_put_must_not_be_repeated() -> None:
+    """A retry is decided by this flag: a new message with an effect that adds up must say so."""
+    assert [cls.__name__ for cls in MESSAGES if not cls.idempotent] == ["RecordPut"]
+
+
+def test_structs_inside_messages_are_arrays_too() -> None:
+    inner = [
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and not issubclass(value, Message)
+    ]
+    assert inner
+    assert [cls.__name__ for cls in inner if not cls.__struct_config__.array_like] == []

@@ -1,0 +1,244 @@
+"""``Cluster``: shard machines in one thread, a message network and disks drawn from one seed.
+
+Messages are delayed, overtake each other and get lost, in either direction; disks take time; nodes crash
+(keeping what was durable), lose their disk (coming back under a new replica id), or find a record damaged.
+Every machine checks its invariants after every event.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvcomm.machine import (
+    Answered,
+    AskPeer,
+    ConnectionId,
+    Effect,
+    Event,
+    Origin,
+    Received,
+    Reply,
+    Stop,
+    Tick,
+    Ticket,
+)
+from kvcomm.wire.messages import Failure, Message, RecordReplicate, RecordState, RingMap, RingNode
+from l3_shard import dvv
+from l3_shard.desk import ShardLimits
+from l3_shard.replica import first_replica, later
+from l3_shard.shard import Shard
+from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+
+NODE_TENANT = b"N" * 16
+TENANT = b"T" * 16
+
+
+def ring_map(names: str, *, epoch: int = 1, replicas: int = 3, write: int = 2, read: int = 1) -> RingMap:
+    shards = [RingNode(name, f"tcp://{name}", "", "", f"rack-{name}", 1) for name in names]
+    return RingMap(epoch, replicas, write, read, 1, shards, [])
+
+
+@dataclass
+class Disk:
+    """What is durable of one node."""
+
+    replica: str
+    records: dict[bytes, RecordState] = field(default_factory=dict)
+    damaged: set[bytes] = field(default_factory=set)
+
+    def write(self, persist: Persist) -> None:
+        self.records.update(persist.writes)
+        self.replica = later(self.replica, persist.replica)
+        self.damaged.difference_update(key for key, _ in persist.writes)
+
+
+@dataclass
+class Faults:
+    """What the network and the disks do; all drawn by the seed in tests."""
+
+    loss: float = 0.0
+    delay_s: float = 0.05
+    disk_s: float = 0.02
+
+
+class Cluster:
+    def __init__(self, seed: int, names: str = "abc", faults: Faults | None = None, **quorums: int) -> None:
+        self.draw = random.Random(seed)
+        self.names = names
+        self.faults = faults or Faults()
+        self.map = ring_map(names, **quorums)
+        self.now = 0.0
+        self._order = count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._requests: dict[tuple[str, int], Callable[[Message], None]] = {}
+        self._lives = dict.fromkeys(names, 0)
+        self._writing: dict[str, list[Persist]] = {name: [] for name in names}
+        self._drawn = count()
+        self.disks = {name: Disk(self._new_replica()) for name in names}
+        self.shards: dict[str, Shard] = {}
+        for name in names:
+            self._boot(name)
+
+    # -- what tests do
+
+    def call(
+        self, node: str, message: Message, then: Callable[[Message], None], tenant: bytes = TENANT
+    ) -> None:
+        """A client asks ``node``; ``then`` gets the reply, or a failure after a while."""
+        self._request(node, message, tenant, then, timeout_s=3.0, reliable=False)
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.now + delay_s, next(self._order), action))
+
+    def run(self, until: float | None = None) -> None:
+        """Play the agenda until it is empty or ``until`` has come."""
+        while self._agenda and (until is None or self._agenda[0][0] <= until):
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+        if until is not None:
+            self.now = until
+
+    def crash(self, node: str) -> None:
+        """Kill and restart: what was durable stays, so does the replica id.  A write under way happens or
+        does not, as a whole."""
+        for persist in self._writing[node]:
+            if self.draw.random() < 0.5:
+                self.disks[node].write(persist)
+        self._writing[node] = []
+        self._lives[node] += 1
+        self._boot(node)
+
+    def lose(self, node: str) -> None:
+        """Restart with an empty disk."""
+        self._writing[node] = []
+        self.disks[node] = Disk(self._new_replica())
+        self.crash(node)
+
+    def heal(self) -> None:
+        """Deliver everybody's records to everybody, through the machines."""
+        self.run()
+        self.faults = Faults()
+        for source in self.names:
+            records = sorted(self.disks[source].records.items())
+            for target in self.names:
+                if source != target and records:
+                    keys, states = [key for key, _ in records], [state for _, state in records]
+                    message = RecordReplicate(self.map.epoch, keys, states)
+                    self._request(
+                        target, message, NODE_TENANT, lambda answer: None, timeout_s=3.0, reliable=True
+                    )
+            self.run()
+
+    # -- the world
+
+    def _new_replica(self) -> str:
+        return first_replica(f"replica{next(self._drawn):03}")
+
+    def _boot(self, name: str) -> None:
+        self.shards[name] = Shard(
+            name,
+            self.disks[name].replica,
+            self.map,
+            node_tenant=NODE_TENANT,
+            origin_ms=1_700_000_000_000,
+            limits=ShardLimits(request_timeout_s=1.0),
+        )
+
+    def _deliver(self, node: str, life: int, event: Event) -> None:
+        if life != self._lives[node]:
+            return
+        shard = self.shards[node]
+        effects = shard.handle(event, self.now)
+        shard.check()
+        for effect in effects:
+            self._perform(node, effect)
+        if (deadline := shard.deadline()) is not None and not isinstance(event, Tick):
+            self.after(max(0.0, deadline - self.now), lambda: self._deliver(node, life, Tick()))
+
+    def _perform(self, node: str, effect: Effect) -> None:
+        life = self._lives[node]
+        match effect:
+            case Reply(origin, message):
+                self._requests.pop((node, origin.request), lambda message: None)(message)
+            case AskPeer(ticket, peer, message, deadline):
+
+                def answered(answer: Message) -> None:
+                    self._deliver(node, life, Answered(ticket, answer))
+
+                self._request(
+                    peer, message, NODE_TENANT, answered, timeout_s=deadline - self.now, reliable=False
+                )
+            case Load(ticket, keys):
+                self.after(self._disk_s(), lambda: self._load(node, life, ticket, keys))
+            case Persist():
+                self._writing[node].append(effect)
+                self.after(self._disk_s(), lambda: self._persist(node, life, effect))
+            case Scan(ticket, prefix, after, limit):
+                self.after(self._disk_s(), lambda: self._scan(node, life, ticket, prefix, after, limit))
+            case Stop(reason):
+                raise AssertionError(reason)
+            case _:
+                raise AssertionError(effect)
+
+    def _request(
+        self,
+        node: str,
+        message: Message,
+        tenant: bytes,
+        then: Callable[[Message], None],
+        timeout_s: float,
+        reliable: bool,
+    ) -> None:
+        """A request and its reply over the network: exactly one answer comes back, at the latest at the
+        time-out."""
+        number, done = next(self._order), False
+
+        def answer(reply: Message) -> None:
+            nonlocal done
+            if not done:
+                done = True
+                then(reply)
+
+        def reply_arrives(reply: Message) -> None:
+            if reliable or self.draw.random() >= self.faults.loss:
+                self.after(self._delay_s(), lambda: answer(reply))
+
+        self._requests[node, number] = reply_arrives
+        self.after(timeout_s, lambda: answer(Failure("unavailable", "no reply in time")))
+        if reliable or self.draw.random() >= self.faults.loss:
+            origin = Origin(ConnectionId(1), number, tenant, 1)
+            self.after(
+                self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
+            )
+
+    def _load(self, node: str, life: int, ticket: Ticket, keys: tuple[bytes, ...]) -> None:
+        if life != self._lives[node]:
+            return
+        disk = self.disks[node]
+        damaged = tuple(key for key in keys if key in disk.damaged)
+        states = tuple(None if key in damaged else disk.records.get(key) for key in keys)
+        self._deliver(node, life, Loaded(ticket, states, damaged))
+
+    def _persist(self, node: str, life: int, persist: Persist) -> None:
+        if life == self._lives[node]:
+            self._writing[node].remove(persist)
+            self.disks[node].write(persist)
+            self._deliver(node, life, Persisted(persist.ticket))
+
+    def _scan(self, node: str, life: int, ticket: Ticket, prefix: bytes, after: bytes, limit: int) -> None:
+        records = self.disks[node].records
+        keys = [
+            key
+            for key in sorted(records)
+            if key.startswith(prefix) and key > after and dvv.alive(records[key])
+        ]
+        part = keys[: min(limit, 3)]
+        self._deliver(node, life, Scanned(ticket, tuple(part), part[-1] if len(part) < len(keys) else None))
+
+    def _delay_s(self) -> float:
+        return self.draw.uniform(0.001, self.faults.delay_s)
+
+    def _disk_s(self) -> float:
+        return self.draw.uniform(0.0005, self.faults.disk_s)

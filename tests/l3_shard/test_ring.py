@@ -1,0 +1,182 @@
+"""The ring against a dumb oracle, and its promises: balance, little movement, weights, racks, one answer
+everywhere.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import mmh3
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcomm.wire.messages import RingMap, RingNode
+from l3_shard.ring import NO_RING, POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError
+
+KEYS = [b"key/%d" % index for index in range(2_000)]
+
+
+def node(name: str, rack: str = "r", weight: int = 1) -> RingNode:
+    return RingNode(name, f"tcp://host:{name}", "", "", rack, weight)
+
+
+def ring_map(shards: list[RingNode], *, epoch: int = 1, replicas: int = 3, block_copies: int = 1) -> RingMap:
+    return RingMap(epoch, replicas, min(2, replicas), 1, block_copies, shards, [])
+
+
+def cluster(count: int, racks: int = 1) -> list[RingNode]:
+    return [node(f"shard-{index}", f"rack-{index % racks}") for index in range(count)]
+
+
+def oracle(shards: list[RingNode], key: bytes, count: int) -> tuple[str, ...]:
+    """All points in one list, walked from the key; written from the description, shares no code with the
+    ring.
+    """
+    points = []
+    for shard in shards:
+        for index in range(0, POINTS_PER_WEIGHT * shard.weight, 2):
+            data = index.to_bytes(4, "little") + shard.node.encode()
+            points += [(half, shard.node, shard.rack) for half in mmh3.hash64(data, 0x4B56, signed=False)]
+    mine = mmh3.hash64(key, 0x4B56, signed=False)[0]
+    points.sort()
+    walk = [point for point in points if point[0] >= mine] + [point for point in points if point[0] < mine]
+    first_of_rack: dict[str, str] = {}
+    everybody: list[str] = []
+    for _, name, rack in walk:
+        first_of_rack.setdefault(rack, name)
+        if name not in everybody:
+            everybody.append(name)
+    front = list(first_of_rack.values())
+    return tuple((front + [name for name in everybody if name not in front])[:count])
+
+
+shard_lists = st.lists(
+    st.tuples(st.integers(0, 12), st.sampled_from("xyz"), st.integers(1, 2)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda shard: shard[0],
+).map(lambda many: [node(f"s{number}", rack, weight) for number, rack, weight in many])
+
+
+@settings(max_examples=15)
+@given(shard_lists, st.binary(max_size=8), st.integers(1, 8), st.integers(1, 4))
+def test_owners_are_the_oracles(shards, key, count, replicas):
+    ring = Ring.from_map(ring_map(shards, replicas=replicas))
+    assert ring.owners(key, count) == oracle(shards, key, count)
+
+
+@settings(max_examples=15)
+@given(shard_lists, st.binary(max_size=8))
+def test_owners_are_distinct_and_in_racks_apart(shards, key):
+    ring = Ring.from_map(ring_map(shards))
+    racks = {shard.node: shard.rack for shard in shards}
+    for count in range(1, len(shards) + 2):
+        owners = ring.owners(key, count)
+        assert len(set(owners)) == len(owners) == min(count, len(shards))
+        assert len({racks[owner] for owner in owners}) == min(count, len(set(racks.values())))
+        assert ring.owners(key, count + 1)[:count] == owners
+
+
+@pytest.mark.parametrize("prefix", ["shard-", "node", "10.0.0."])
+def test_shares_are_even(prefix):
+    ring = Ring.from_map(ring_map([node(f"{prefix}{index}") for index in range(8)]))
+    shares = Counter(ring.owners(b"balance/%d" % index, 1)[0] for index in range(40_000))
+    assert len(shares) == 8
+    assert max(shares.values()) / (sum(shares.values()) / 8) <= 1.15
+
+
+def test_weights_are_respected():
+    ring = Ring.from_map(ring_map([node("one"), node("two", weight=2), node("four", weight=4)]))
+    shares = Counter(ring.owners(b"weight/%d" % index, 1)[0] for index in range(20_000))
+    assert shares["two"] / shares["one"] == pytest.approx(2, rel=0.25)
+    assert shares["four"] / shares["one"] == pytest.approx(4, rel=0.25)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_a_new_shard_takes_its_share_and_moves_nothing_else(count):
+    before = Ring.from_map(ring_map(cluster(count)))
+    after = Ring.from_map(ring_map([*cluster(count), node("newcomer")], epoch=2))
+    moved = 0
+    for key in KEYS:
+        old, new = before.owners(key, 1)[0], after.owners(key, 1)[0]
+        assert new in (old, "newcomer")
+        moved += new != old
+    assert moved / len(KEYS) == pytest.approx(1 / (count + 1), rel=0.3)
+
+
+@settings(max_examples=15)
+@given(shard_lists, st.sampled_from("xyzw"), st.binary(max_size=8), st.integers(1, 5))
+def test_a_new_shard_never_moves_a_copy_between_old_ones(shards, rack, key, count):
+    before = Ring.from_map(ring_map(shards)).owners(key, count)
+    after = Ring.from_map(ring_map([*shards, node("newcomer", rack)], epoch=2)).owners(key, count)
+    assert set(after) <= {*before, "newcomer"}
+
+
+@settings(max_examples=15)
+@given(shard_lists, st.randoms(use_true_random=False))
+def test_order_of_the_map_does_not_matter(shards, random):
+    shuffled = random.sample(shards, len(shards))
+    one, two = Ring.from_map(ring_map(shards)), Ring.from_map(ring_map(shuffled))
+    assert all(one.owners(key, 3) == two.owners(key, 3) for key in KEYS[:50])
+
+
+def test_the_map_is_kept():
+    original = ring_map(cluster(3))
+    ring = Ring.from_map(original)
+    assert ring.to_map() == original and ring.epoch == 1
+    assert ring.shard("shard-1") == original.shards[1] and "shard-9" not in ring
+    assert len(ring.replicas(b"k")) == 3 and len(ring.block_owners(b"k")) == 1
+
+
+def test_a_ring_without_shards_owns_nothing():
+    assert Ring.from_map(ring_map([])).owners(b"k", 3) == ()
+    assert Ring.from_map(NO_RING).replicas(b"k") == () and Ring.from_map(NO_RING).epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        (ring_map([node("a"), node("a")]), "name of its own"),
+        (ring_map([node("")]), "name of its own"),
+        (ring_map([node("a", weight=0)]), "weight"),
+        (ring_map([node("a", weight=WEIGHT_MAX + 1)]), "weight"),
+        (ring_map([node("a")], epoch=-1), "epoch"),
+        (ring_map([node("a")], block_copies=0), "block_copies"),
+        (RingMap(1, 3, 4, 1, 1, [node("a")], []), "quorums"),
+        (RingMap(1, 3, 2, 0, 1, [node("a")], []), "quorums"),
+        (ring_map(cluster(SHARDS_MAX + 1)), "at most"),
+    ],
+)
+def test_impossible_maps_are_refused(broken, word):
+    with pytest.raises(RingError, match=word):
+        Ring.from_map(broken)
+
+
+PLACEMENT = """
+import hashlib
+from tests.l3_shard.test_ring import KEYS, cluster, ring_map
+from l3_shard.ring import Ring
+ring = Ring.from_map(ring_map(cluster(5, racks=2)))
+print(hashlib.sha256(repr([ring.owners(key, 3) for key in KEYS]).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_placement_does_not_depend_on_the_process(seed):
+    ring = Ring.from_map(ring_map(cluster(5, racks=2)))
+    here = hashlib.sha256(repr([ring.owners(key, 3) for key in KEYS]).encode()).hexdigest()
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
+    there = subprocess.run(
+        [sys.executable, "-c", PLACEMENT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert there.stdout.strip() == here

@@ -1,0 +1,1 @@
+"""Whole clusters of real processes, through the public client and the command line."""
