@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvcomm.blockservice import BlockService
 from kvcomm.blockstore import BlockStore
 from kvcomm.credentials import Credentials
 from kvcomm.errors import ConfigError
+from kvcomm.namespace import TenantDigest
 from kvcomm.serve import DataServer
 from l2_rdma.fence import barrier_everywhere, grace_s
 from l2_rdma.layout import plan_layout
@@ -60,6 +62,55 @@ class RunningPool:
     server: DataServer
 
 
+@asynccontextmanager
+async def block_region(
+    *, node: str, instance: str, incarnation: Incarnation, tenant: TenantDigest, options: PoolOptions
+) -> AsyncIterator[tuple[Owner, Region]]:
+    """A region of shared memory and its owner, for as long as the context lasts; used by pools and shards.
+
+    The memory behind the region arrives slice by slice in the background.  The caller ticks the owner.
+
+    Args:
+        tenant: whose blocks the region holds; ``kvcomm.block.NO_TENANT`` = everybody's (then its path is
+            nobody's business).
+
+    Raises:
+        ConfigError: shared memory does not suffice.
+    """
+    for name in reclaim_stale(options.directory):
+        _log.warning("removed %s, left behind by a process that was killed", name)
+    layout = plan_layout(
+        options.region_bytes,
+        slab_bytes=options.slab_bytes,
+        index_entries=options.index_entries,
+        hazard_count=options.hazard_count,
+    )
+    region = Region.create(
+        options.directory, instance=instance, node=node, tenant=tenant, incarnation=incarnation, layout=layout
+    )
+    stop = asyncio.Event()
+    try:
+        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
+        owner = Owner(
+            region.memory,
+            region.header,
+            locked=region.hazards_locked,
+            barrier=barrier_everywhere,
+            reservation_ttl_s=options.reservation_ttl_s,
+            pin_budget_bytes=options.pin_budget_bytes,
+            grace_s=grace_s(),
+            backed_bytes=first,
+        )
+        backing = asyncio.create_task(_back(owner, region, stop))
+        try:
+            yield owner, region
+        finally:
+            stop.set()
+            await backing  # it must end before the region does
+    finally:
+        region.close()
+
+
 async def run_pool(
     *,
     node: str,
@@ -85,30 +136,10 @@ async def run_pool(
         ConfigError: shared memory does not suffice.
         Refused: an address is in use.
     """
-    for name in reclaim_stale(options.directory):
-        _log.warning("removed %s, left behind by a process that was killed", name)
     digest = credentials.tenant_digest(tenant)
-    layout = plan_layout(
-        options.region_bytes,
-        slab_bytes=options.slab_bytes,
-        index_entries=options.index_entries,
-        hazard_count=options.hazard_count,
-    )
-    region = Region.create(
-        options.directory, instance=instance, node=node, tenant=digest, incarnation=incarnation, layout=layout
-    )
-    try:
-        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
-        owner = Owner(
-            region.memory,
-            region.header,
-            locked=region.hazards_locked,
-            barrier=barrier_everywhere,
-            reservation_ttl_s=options.reservation_ttl_s,
-            pin_budget_bytes=options.pin_budget_bytes,
-            grace_s=grace_s(),
-            backed_bytes=first,
-        )
+    async with block_region(
+        node=node, instance=instance, incarnation=incarnation, tenant=digest, options=options
+    ) as (owner, region):
         service = BlockService(
             owner, clock, region=lambda caller: str(region.path) if caller == digest else "", epoch=epoch
         )
@@ -120,31 +151,13 @@ async def run_pool(
             incarnation=incarnation,
             credentials=credentials,
         )
-        await _serve(server, addresses, owner, region, stop, ready, clock)
-    finally:
-        region.close()
-
-
-async def _serve(
-    server: DataServer,
-    addresses: Sequence[str],
-    owner: Owner,
-    region: Region,
-    stop: asyncio.Event,
-    ready: Callable[[RunningPool], None],
-    clock: Callable[[], float],
-) -> None:
-    bound = await server.start(addresses)
-    backing = asyncio.create_task(_back(owner, region, stop))
-    try:
-        ready(RunningPool(bound, str(region.path), owner, server))
-        while not stop.is_set():
-            owner.tick(clock())
-            await _until(owner, stop, clock)
-    finally:
-        stop.set()  # also when something failed: the backing must end before the region does
-        await backing
-        await server.close()
+        try:
+            ready(RunningPool(await server.start(addresses), str(region.path), owner, server))
+            while not stop.is_set():
+                owner.tick(clock())
+                await _until(owner, stop, clock)
+        finally:
+            await server.close()
 
 
 async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) -> None:

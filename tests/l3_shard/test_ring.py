@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm.wire.messages import RingMap, RingNode
-from l3_shard.ring import POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError
+from l3_shard.ring import NO_RING, POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError
 
 KEYS = [b"key/%d" % index for index in range(2_000)]
 
@@ -133,6 +133,7 @@ def test_the_map_is_kept():
 
 def test_a_ring_without_shards_owns_nothing():
     assert Ring.from_map(ring_map([])).owners(b"k", 3) == ()
+    assert Ring.from_map(NO_RING).replicas(b"k") == () and Ring.from_map(NO_RING).epoch == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_ring_without_shards_owns_nothing():
         (ring_map([node("")]), "name of its own"),
         (ring_map([node("a", weight=0)]), "weight"),
         (ring_map([node("a", weight=WEIGHT_MAX + 1)]), "weight"),
-        (ring_map([node("a")], epoch=0), "epoch"),
+        (ring_map([node("a")], epoch=-1), "epoch"),
         (ring_map([node("a")], block_copies=0), "block_copies"),
         (RingMap(1, 3, 4, 1, 1, [node("a")], []), "quorums"),
         (RingMap(1, 3, 2, 0, 1, [node("a")], []), "quorums"),

@@ -515,6 +515,31 @@ def test_a_peer_that_is_ahead_teaches_its_map():
     assert bench.shard.counts().stale_map_count == 1
 
 
+def test_a_write_goes_out_again_under_the_newer_map_when_the_owners_are_the_same():
+    bench = Bench()
+    first, _ = durable(bench)
+    moved = ring_map("abc", epoch=2)
+    (again,) = bench.on(Answered(first.ticket, Failure("stale_epoch", "", encode_map(moved))))
+    assert again == AskPeer(ticket_of(again), first.node, RecordReplicate(2, [K], [ONE]), 1.5)
+    (reply,) = bench.on(Answered(ticket_of(again), Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+
+
+def test_a_write_whose_owners_changed_meanwhile_has_an_unknown_outcome():
+    bench = Bench()
+    first, second = durable(bench)
+    moved = Failure("stale_epoch", "", encode_map(ring_map("ade", epoch=2)))
+    assert bench.on(Answered(first.ticket, moved)) == []
+    (reply,) = bench.on(Answered(second.ticket, moved))
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "outcome_unknown"
+
+
+@pytest.mark.parametrize("message", [RecordReplicate(9, [K], [ONE]), RecordFetch(9, [K])])
+def test_replication_under_a_newer_map_is_accepted(message):
+    assert [type(effect) for effect in Bench("xyz").ask(message, tenant=NODE_TENANT)] == [Load]
+
+
 def owned(bench: Bench):
     return (b"%d" % number for number in range(999) if ME in bench.shard.ring.replicas(b"%d" % number))
 

@@ -245,7 +245,8 @@ def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Like ``torch.empty``; on the host from numpy, which asks for huge pages.
 
-    Writing to fresh memory is what a fetch spends its time on: 90 MB took 50 ms from torch's allocator, 10 ms so.
+    Writing to fresh memory is what a fetch spends its time on: 90 MB took 50 ms from torch's allocator, 10 ms
+    so.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)

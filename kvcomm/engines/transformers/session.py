@@ -35,10 +35,6 @@ class Found(Protocol):
     def token_count(self) -> int: ...
     @property
     def blocks(self) -> Sequence[Block]: ...
-    @property
-    def refused(self) -> int:
-        """Copies that failed verification."""
-        ...
 
 
 class Stored(Protocol):
@@ -80,8 +76,6 @@ class Reading:
     prefilled_tokens: int
     """Tokens run through the model.  At least one: the logits of the last token are never shared."""
     fetched_bytes: int
-    refused_blocks: int
-    """Copies that failed verification and were computed instead."""
     logits: torch.Tensor = field(repr=False)
     """After the last token, float32 ``[vocab_size]``."""
     time_to_first_token_s: float
@@ -189,7 +183,6 @@ class Session:
             token_count_by_source=by_source,
             prefilled_tokens=prefilled,
             fetched_bytes=sum(count for name, count in by_source.items() if name != OWN) * self._token_bytes,
-            refused_blocks=0 if found is None else found.refused,
             logits=self._last_logits(),
             time_to_first_token_s=ended - began,
             fetch_s=fetched - began,

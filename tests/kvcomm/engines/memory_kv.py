@@ -25,7 +25,6 @@ from kvcomm.tier import Block
 class MemoryHit:
     token_count: int
     blocks: list[Block]
-    refused: int
 
 
 @dataclass
@@ -42,12 +41,13 @@ class MemoryKV:
     reachable: bool = True
     copies: dict[BlockKey, bytearray] = field(default_factory=dict)
     fetch_count: int = 0
+    refused_count: int = 0
 
     def fetch(self, namespace: Namespace, tokens: Sequence[int], *, deadline_s: float) -> MemoryHit:
         if not self.reachable:
             raise Unavailable("nobody answers")
         self.fetch_count += 1
-        hit = MemoryHit(0, [], 0)
+        hit = MemoryHit(0, [])
         for key in block_keys(namespace, tokens):
             copy = self.copies.get(key)
             if copy is None:
@@ -55,7 +55,7 @@ class MemoryKV:
             try:
                 header = verify_copy(copy, key) if self.verify else BlockHeader.unpack(copy)
             except Corrupt:
-                hit.refused += 1
+                self.refused_count += 1
                 del self.copies[key]
                 break
             hit.blocks.append(Block(header, memoryview(bytes(copy)), "l2"))

@@ -123,7 +123,7 @@ def test_a_damaged_block_is_refused_and_computed() -> None:
     kv.flip(block_keys(namespace, tokens)[4])
     reader = Session(model, None, kv, namespace)
     reading = reader.read(tokens)
-    assert (reading.refused_blocks, reading.fetched_tokens, reading.prefilled_tokens) == (1, 64, 86)
+    assert (kv.refused_count, reading.fetched_tokens, reading.prefilled_tokens) == (1, 64, 86)
     assert reading.published is not None and (reading.published.stored, reading.published.present) == (1, 4)
     assert same(reader.generate(NEW_TOKENS), alone(model, tokens))
 

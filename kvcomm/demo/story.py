@@ -1,0 +1,206 @@
+"""The demonstration itself: what happens, in order.
+
+1. The planner reads the shared text.  Nobody has it: it is computed and published.  The planner goes on
+writing. 2. The coder reads the same text and a question.  The text comes from the host's pool (L2). 3. The
+critic follows the planner's context, which it has never seen, and reads on from there. 4. The pool is
+killed.  A new one comes up empty, and the coder, as a new client, gets the blocks from the shards (L3). 5.
+The critic, as a new client, reads again: what the coder fetched is in the pool again (L2).
+
+With ``corrupt``, one byte of every stored copy is flipped before 5: the critic has to notice, compute, and
+publish anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcomm.demo.conversation import SharedText, shared_text
+from kvcomm.demo.gguf import Progress
+from kvcomm.demo.messages import Read, Ready, Row, Start
+from kvcomm.demo.model import DemoModel, find_model
+from kvcomm.demo.process import AgentProcess
+from kvcomm.demo.report import Report
+from kvcomm.demo.vandal import damage
+from kvcomm.embedded import Embedded
+from kvcomm.errors import Unavailable
+from kvcomm.instance import Instance, NodeRecord
+
+Say = Callable[[str], None]
+
+AGENTS = ("planner", "coder", "critic")
+CLUSTER_DEADLINE_S = 60.0
+RESTART_DEADLINE_S = 30.0
+_POLL_S = 0.02
+_SESSION = "demo"
+_PLAN = "\n\nplanner: The next steps are"
+_CODE = "\n\ncoder: The change that I will make first is"
+_REVIEW = "\n\ncritic: What is still not proven is"
+
+CONFIG = """
+cache:
+  l1_size: 512MB
+  l2_size: 1GB
+  l3_size: 1GB
+"""
+"""Three agents on one host; the defaults are shares of a server's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    context_tokens: int = 1600
+    new_tokens: int = 24
+    corrupt: bool = False
+    model_folder: Path | None = None
+    config: Path | None = None
+    """Instead of :data:`CONFIG`."""
+
+
+def tell(options: Options, say: Say) -> Report:
+    """Run the demonstration on a cluster of its own, which is gone afterwards, however this ends.
+
+    Raises:
+        KVCommError: a part of it did not start or did not answer in time.
+    """
+    text = shared_text()
+    model = find_model(_in_quarters(say), folder=options.model_folder)
+    say(f"model: {model.label}; text: {text.source}")
+    with contextlib.ExitStack() as stack:
+        threads = os.cpu_count() or 1
+        agents = {name: stack.enter_context(AgentProcess(name, threads)) for name in AGENTS}
+        say("starting a cluster: one pool, three shards")
+        instance = stack.enter_context(_cluster(options.config))
+        ready = _start(list(agents.values()), instance.name, model, say)
+        return _Story(options, say, text, model, ready, agents, instance).tell()
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    options: Options
+    say: Say
+    text: SharedText
+    model: DemoModel
+    ready: Ready
+    agents: dict[str, AgentProcess]
+    instance: Instance
+
+    def tell(self) -> Report:
+        rows = [
+            self._read("planner", "the shared text", question=_PLAN, keep=True),
+            self._read("coder", "the shared text", question=_CODE),
+            self._read("critic", "the planner's context", question=_REVIEW, follow="planner"),
+        ]
+        restart_s = self._restart_pool()
+        rows.append(self._read("coder", "after the pool died", question=_CODE, fresh=True))
+        damaged = self._damage() if self.options.corrupt else None
+        step = "again" if damaged is None else "damaged copies"
+        rows.append(self._read("critic", step, question=_REVIEW, follow="planner", fresh=True))
+        if damaged is not None:
+            rows.append(self._read("coder", "what was published anew", question=_CODE, fresh=True))
+        return Report(
+            model=self.model.label,
+            text_source=self.text.source,
+            context_tokens=rows[0].shared_tokens,
+            block_tokens=self.ready.block_tokens,
+            block_bytes=self.ready.block_bytes,
+            rows=tuple(rows),
+            pool_restart_s=restart_s,
+            damaged_copies=damaged,
+        )
+
+    def _read(
+        self,
+        name: str,
+        step: str,
+        *,
+        question: str,
+        follow: str | None = None,
+        keep: bool = False,
+        fresh: bool = False,
+    ) -> Row:
+        agent = self.agents[name]
+        if fresh:
+            agent.reconnect()
+        self.say(f"{name} reads {step}")
+        row = agent.read(
+            Read(
+                step=step,
+                session=_SESSION,
+                text="" if follow else self.text.text,
+                text_tokens=self.options.context_tokens,
+                question=question,
+                new_tokens=self.options.new_tokens,
+                follow=follow,
+                keep=keep,
+            )
+        )
+        what = f"{row.fetched} of {row.token_count} tokens fetched"
+        self.say(f"{name}: {what}, first token after {row.first_token_s:.2f} s")
+        return row
+
+    def _restart_pool(self) -> float:
+        """Kill the pool as a crash would, and wait for the one that replaces it."""
+        (old,) = self._nodes("pool")
+        self.say(f"killing the pool (process {old.pid})")
+        began = time.monotonic()
+        os.kill(old.pid, signal.SIGKILL)
+        while not any(record.pid != old.pid for record in self._nodes("pool")):
+            if time.monotonic() > began + RESTART_DEADLINE_S:
+                raise Unavailable(f"no new pool within {RESTART_DEADLINE_S:.0f} s")
+            time.sleep(_POLL_S)
+        return time.monotonic() - began
+
+    def _damage(self) -> int:
+        self.say("flipping one byte of every stored copy")
+        regions = {
+            record.region for role in ("pool", "shard") for record in self._nodes(role) if record.region
+        }
+        return sum(damage(Path(region)) for region in sorted(regions))
+
+    def _nodes(self, role: str) -> list[NodeRecord]:
+        return [record for record in self.instance.nodes() if record.role == role]
+
+
+@contextlib.contextmanager
+def _cluster(config: Path | None) -> Iterator[Instance]:
+    name = f"demo-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="kvcomm-demo-") as folder:
+        if config is None:
+            config = Path(folder) / "kvcomm.yaml"
+            config.write_text(CONFIG)
+        embedded = Embedded.start(name, config, time.monotonic() + CLUSTER_DEADLINE_S)
+        try:
+            yield Instance.open(name)
+        finally:
+            embedded.stop()
+
+
+def _in_quarters(say: Say) -> Progress:
+    """Progress in words: each stage once, and how far it is at every quarter."""
+    said: set[str] = set()
+
+    def progress(what: str, done: int, total: int) -> None:
+        quarters = 4 * done // total
+        text = f"model: {what}" + (f", {25 * quarters} %" if 0 < quarters < 4 else "")
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return progress
+
+
+def _start(agents: Sequence[AgentProcess], instance: str, model: DemoModel, say: Say) -> Ready:
+    """Start all agents at once: loading a model is mostly waiting."""
+    say(f"starting {len(agents)} agents, each a process that loads the model")
+    folder = None if model.folder is None else str(model.folder)
+    for agent in agents:
+        agent.send(Start(agent.name, instance, model.label, folder))
+    ready = [agent.ready() for agent in agents]
+    return ready[0]
