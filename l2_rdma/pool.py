@@ -1,51 +1,28 @@
 """``run_pool``: the role shell of a pool process; a region, its owner, and the wire in front of it.
 
-Everything that decides is in ``Owner``; here are the clock, the timer, the memory that arrives slice by
-slice, and the order of the end: stop listening, drop the connections, remove the region.
+Everything that decides is in ``Owner``; here are the clock, the timer, and the order of the end: stop
+listening, drop the connections, remove the region.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvcomm.block import Incarnation
 from kvcomm.blockservice import BlockService
 from kvcomm.blockstore import BlockStore
 from kvcomm.credentials import Credentials
-from kvcomm.errors import ConfigError
 from kvcomm.serve import DataServer
-from l2_rdma.fence import barrier_everywhere, grace_s
-from l2_rdma.layout import plan_layout
+from l2_rdma.hosted import RegionOptions, hosted_store
 from l2_rdma.owner import Owner
-from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
 
-BACK_SLICE_BYTES = 64 << 20
+PoolOptions = RegionOptions
+"""``region_bytes`` is ``cache.l2_size``."""
+
 _TICK_MIN_S = 0.001
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """What a pool is made of."""
-
-    region_bytes: int
-    """All of it: index and pin table included (``cache.l2_size``)."""
-    pin_budget_bytes: int | None = None
-    """What readers' views may keep from eviction; by default half."""
-    reservation_ttl_s: float = 10.0
-    slab_bytes: int | None = None
-    """Unit of the size classes and largest copy; by default 1/64 of the region, 1 to 64 MiB."""
-    index_entries: int | None = None
-    """Blocks that readers can find; by default one for each 32 KiB."""
-    hazard_count: int = 16_384
-    """Views of all clients together."""
-    directory: Path = SHM_DIRECTORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +45,7 @@ async def run_pool(
     credentials: Credentials,
     tenant: str,
     addresses: Sequence[str],
-    options: PoolOptions,
+    options: RegionOptions,
     stop: asyncio.Event,
     ready: Callable[[RunningPool], None] = lambda pool: None,
     epoch: Callable[[], int] = lambda: 0,
@@ -85,66 +62,25 @@ async def run_pool(
         ConfigError: shared memory does not suffice.
         Refused: an address is in use.
     """
-    for name in reclaim_stale(options.directory):
-        _log.warning("removed %s, left behind by a process that was killed", name)
     digest = credentials.tenant_digest(tenant)
-    layout = plan_layout(
-        options.region_bytes,
-        slab_bytes=options.slab_bytes,
-        index_entries=options.index_entries,
-        hazard_count=options.hazard_count,
-    )
-    region = Region.create(
-        options.directory, instance=instance, node=node, tenant=digest, incarnation=incarnation, layout=layout
-    )
-    try:
-        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
-        owner = Owner(
-            region.memory,
-            region.header,
-            locked=region.hazards_locked,
-            barrier=barrier_everywhere,
-            reservation_ttl_s=options.reservation_ttl_s,
-            pin_budget_bytes=options.pin_budget_bytes,
-            grace_s=grace_s(),
-            backed_bytes=first,
-        )
+    async with hosted_store(
+        node=node, instance=instance, incarnation=incarnation, options=options, tenant=digest
+    ) as hosted:
         service = BlockService(
-            owner, clock, region=lambda caller: str(region.path) if caller == digest else "", epoch=epoch
+            hosted.owner, clock, region=lambda caller: hosted.region if caller == digest else "", epoch=epoch
         )
         server = DataServer(
-            service,
-            node=node,
-            role="pool",
-            instance=instance,
-            incarnation=incarnation,
+            service, node=node, role="pool", instance=instance, incarnation=incarnation,
             credentials=credentials,
-        )
-        await _serve(server, addresses, owner, region, stop, ready, clock)
-    finally:
-        region.close()
-
-
-async def _serve(
-    server: DataServer,
-    addresses: Sequence[str],
-    owner: Owner,
-    region: Region,
-    stop: asyncio.Event,
-    ready: Callable[[RunningPool], None],
-    clock: Callable[[], float],
-) -> None:
-    bound = await server.start(addresses)
-    backing = asyncio.create_task(_back(owner, region, stop))
-    try:
-        ready(RunningPool(bound, str(region.path), owner, server))
-        while not stop.is_set():
-            owner.tick(clock())
-            await _until(owner, stop, clock)
-    finally:
-        stop.set()  # also when something failed: the backing must end before the region does
-        await backing
-        await server.close()
+        )  # fmt: skip
+        bound = await server.start(addresses)
+        try:
+            ready(RunningPool(bound, hosted.region, hosted.owner, server))
+            while not stop.is_set():
+                hosted.owner.tick(clock())
+                await _until(hosted.owner, stop, clock)
+        finally:
+            await server.close()
 
 
 async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) -> None:
@@ -156,17 +92,3 @@ async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) 
             await stop.wait()
     except TimeoutError:
         return
-
-
-async def _back(owner: Owner, region: Region, stop: asyncio.Event) -> None:
-    """Bring the rest of the memory, a slice at a time, in a thread; a pool that cannot get it all goes on
-    with less."""
-    end = region.header.layout.slots_end
-    reached = region.backed_bytes
-    while reached < end and not stop.is_set():
-        try:
-            reached = await asyncio.to_thread(region.back, BACK_SLICE_BYTES)
-        except ConfigError as error:
-            _log.error("the pool stays smaller than configured: %s", error)
-            return
-        owner.grow(reached)
