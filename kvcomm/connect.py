@@ -187,7 +187,7 @@ def _find(
         raise Unavailable("no cluster found: start one with 'kvcomm up', or name it (--instance, --address)")
     from kvcomm.embedded import Embedded
 
-    name = f"embedded-{os.urandom(4).hex()}"
+    name = f"embedded-{_incarnation():016x}"
     embedded = Embedded.start(name, config, deadline)
     try:
         return _door_of(Instance.open(name), settings, token, embedded)
@@ -197,7 +197,9 @@ def _find(
 
 
 def _incarnation() -> Incarnation:
-    return Incarnation(int.from_bytes(os.urandom(8)) | 1)
+    import secrets
+
+    return Incarnation(secrets.randbits(64) | 1)
 
 
 def _token_from(settings: Config) -> str | None:
@@ -251,9 +253,8 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_copies_refused_total", tier="l2").advance_to(reads.corrupt)
             counter("kvcomm_view_fallbacks_total").advance_to(reads.unpinned_copies)
         if l3 is not None:
-            third = l3.stats()
-            counter("kvcomm_copies_refused_total", tier="l3").advance_to(third.copies_refused)
-            counter("kvcomm_stale_epochs_total").advance_to(third.stale_epochs)
+            counter("kvcomm_copies_refused_total", tier="l3").advance_to(l3.counts.damaged_count)
+            counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
         return tally.metrics.snapshot()
 
     return _Parts(operations, counted, close)

@@ -1,28 +1,53 @@
 """``run_pool``: the role shell of a pool process; a region, its owner, and the wire in front of it.
 
-Everything that decides is in ``Owner``; here are the clock, the timer, and the order of the end: stop
-listening, drop the connections, remove the region.
+Everything that decides is in ``Owner``; here are the clock, the timer, the memory that arrives slice by
+slice, and the order of the end: stop listening, drop the connections, remove the region.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvcomm.block import Incarnation
 from kvcomm.blockservice import BlockService
 from kvcomm.blockstore import BlockStore
 from kvcomm.credentials import Credentials
+from kvcomm.errors import ConfigError
+from kvcomm.namespace import TenantDigest
 from kvcomm.serve import DataServer
-from l2_rdma.hosted import RegionOptions, hosted_store
+from l2_rdma.fence import barrier_everywhere, grace_s
+from l2_rdma.layout import plan_layout
 from l2_rdma.owner import Owner
+from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
 
-PoolOptions = RegionOptions
-"""``region_bytes`` is ``cache.l2_size``."""
-
+BACK_SLICE_BYTES = 64 << 20
 _TICK_MIN_S = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What a pool is made of."""
+
+    region_bytes: int
+    """All of it: index and pin table included (``cache.l2_size``)."""
+    pin_budget_bytes: int | None = None
+    """What readers' views may keep from eviction; by default half."""
+    reservation_ttl_s: float = 10.0
+    slab_bytes: int | None = None
+    """Unit of the size classes and largest copy; by default 1/64 of the region, 1 to 64 MiB."""
+    index_entries: int | None = None
+    """Blocks that readers can find; by default one for each 32 KiB."""
+    hazard_count: int = 16_384
+    """Views of all clients together."""
+    directory: Path = SHM_DIRECTORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +62,55 @@ class RunningPool:
     server: DataServer
 
 
+@asynccontextmanager
+async def block_region(
+    *, node: str, instance: str, incarnation: Incarnation, tenant: TenantDigest, options: PoolOptions
+) -> AsyncIterator[tuple[Owner, Region]]:
+    """A region of shared memory and its owner, for as long as the context lasts; used by pools and shards.
+
+    The memory behind the region arrives slice by slice in the background.  The caller ticks the owner.
+
+    Args:
+        tenant: whose blocks the region holds; ``kvcomm.block.NO_TENANT`` = everybody's (then its path is
+            nobody's business).
+
+    Raises:
+        ConfigError: shared memory does not suffice.
+    """
+    for name in reclaim_stale(options.directory):
+        _log.warning("removed %s, left behind by a process that was killed", name)
+    layout = plan_layout(
+        options.region_bytes,
+        slab_bytes=options.slab_bytes,
+        index_entries=options.index_entries,
+        hazard_count=options.hazard_count,
+    )
+    region = Region.create(
+        options.directory, instance=instance, node=node, tenant=tenant, incarnation=incarnation, layout=layout
+    )
+    stop = asyncio.Event()
+    try:
+        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
+        owner = Owner(
+            region.memory,
+            region.header,
+            locked=region.hazards_locked,
+            barrier=barrier_everywhere,
+            reservation_ttl_s=options.reservation_ttl_s,
+            pin_budget_bytes=options.pin_budget_bytes,
+            grace_s=grace_s(),
+            backed_bytes=first,
+        )
+        backing = asyncio.create_task(_back(owner, region, stop))
+        try:
+            yield owner, region
+        finally:
+            stop.set()
+            await backing  # it must end before the region does
+    finally:
+        region.close()
+
+
 async def run_pool(
     *,
     node: str,
@@ -45,7 +119,7 @@ async def run_pool(
     credentials: Credentials,
     tenant: str,
     addresses: Sequence[str],
-    options: RegionOptions,
+    options: PoolOptions,
     stop: asyncio.Event,
     ready: Callable[[RunningPool], None] = lambda pool: None,
     epoch: Callable[[], int] = lambda: 0,
@@ -63,22 +137,25 @@ async def run_pool(
         Refused: an address is in use.
     """
     digest = credentials.tenant_digest(tenant)
-    async with hosted_store(
-        node=node, instance=instance, incarnation=incarnation, options=options, tenant=digest
-    ) as hosted:
+    async with block_region(
+        node=node, instance=instance, incarnation=incarnation, tenant=digest, options=options
+    ) as (owner, region):
         service = BlockService(
-            hosted.owner, clock, region=lambda caller: hosted.region if caller == digest else "", epoch=epoch
+            owner, clock, region=lambda caller: str(region.path) if caller == digest else "", epoch=epoch
         )
         server = DataServer(
-            service, node=node, role="pool", instance=instance, incarnation=incarnation,
+            service,
+            node=node,
+            role="pool",
+            instance=instance,
+            incarnation=incarnation,
             credentials=credentials,
-        )  # fmt: skip
-        bound = await server.start(addresses)
+        )
         try:
-            ready(RunningPool(bound, hosted.region, hosted.owner, server))
+            ready(RunningPool(await server.start(addresses), str(region.path), owner, server))
             while not stop.is_set():
-                hosted.owner.tick(clock())
-                await _until(hosted.owner, stop, clock)
+                owner.tick(clock())
+                await _until(owner, stop, clock)
         finally:
             await server.close()
 
@@ -92,3 +169,17 @@ async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) 
             await stop.wait()
     except TimeoutError:
         return
+
+
+async def _back(owner: Owner, region: Region, stop: asyncio.Event) -> None:
+    """Bring the rest of the memory, a slice at a time, in a thread; a pool that cannot get it all goes on
+    with less."""
+    end = region.header.layout.slots_end
+    reached = region.backed_bytes
+    while reached < end and not stop.is_set():
+        try:
+            reached = await asyncio.to_thread(region.back, BACK_SLICE_BYTES)
+        except ConfigError as error:
+            _log.error("the pool stays smaller than configured: %s", error)
+            return
+        owner.grow(reached)

@@ -62,6 +62,7 @@ class RunningShard:
 
     addresses: list[str]
     """Bound data-wire addresses, in the order that was asked for."""
+    server: DataServer
     ring: Callable[[], RingMap]
     """The newest map that the shard has taken up; epoch 0 before the first."""
     adopt: Callable[[RingMap], int]
@@ -132,7 +133,7 @@ async def run_shard(
         credentials=credentials,
     )
     try:
-        ready(process.running(await server.start(addresses)))
+        ready(process.running(await server.start(addresses), server))
         await process.tick_until_stopped()
     finally:
         await server.close()
@@ -178,10 +179,11 @@ class _Process:
         if options.fsync == "interval":
             self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
 
-    def running(self, addresses: list[str]) -> RunningShard:
+    def running(self, addresses: list[str], server: DataServer) -> RunningShard:
         return RunningShard(
             addresses,
-            ring=lambda: self._machine.ring.to_map(),
+            server,
+            ring=self._ring,
             adopt=self._adopt,
             counts=self._machine.counts,
             usage=self._blocks.usage,
@@ -192,6 +194,9 @@ class _Process:
 
     def epoch(self) -> int:
         return self._machine.ring.epoch
+
+    def _ring(self) -> RingMap:
+        return self._machine.ring.to_map()
 
     async def tick_until_stopped(self) -> None:
         """Let the block store do what is due, until the end."""

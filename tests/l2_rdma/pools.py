@@ -16,8 +16,7 @@ from typing import Any
 
 from kvcomm.block import Incarnation
 from kvcomm.blockstore import StoreUsage
-from l2_rdma.hosted import RegionOptions
-from l2_rdma.pool import RunningPool, run_pool
+from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 from tests.peers import CREDENTIALS, PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +45,7 @@ def run_pool_at(
         credentials=CREDENTIALS,
         tenant=TENANT_NAME,
         addresses=[f"unix://{directory}/pool.sock"],
-        options=RegionOptions(directory=directory, **(OPTIONS | options)),
+        options=PoolOptions(directory=directory, **(OPTIONS | options)),
         stop=stop,
         ready=ready,
     )
