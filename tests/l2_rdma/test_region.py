@@ -33,13 +33,8 @@ sys.stdin.read()
 
 
 def make_region(directory, **changes):
-    facts: dict[str, Any] = {
-        "instance": "tests",
-        "node": "pool-0",
-        "tenant": TENANT,
-        "incarnation": Incarnation(5),
-    }
-    return Region.create(directory, layout=layout_of(), incarnation=Incarnation(5), **(facts | changes))
+    facts: dict[str, Any] = {"instance": "tests", "node": "pool-0", "tenant": TENANT}
+    return Region.create(directory, incarnation=Incarnation(5), layout=layout_of(), **(facts | changes))
 
 
 @pytest.fixture
