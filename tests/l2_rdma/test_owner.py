@@ -479,6 +479,20 @@ def test_memory_that_arrives_later_is_used_then():
     assert pool.words[BACKED_WORD] == pool.layout.slots_offset + SLAB_BYTES
 
 
+def test_memory_is_asked_for_before_anything_is_evicted():
+    reaches: list[int] = []
+    pool = OwnedMemory(slab_count=2, backed_bytes=0, more=lambda: reaches.pop(0) if reaches else None)
+    first = pool.layout.slots_offset + SLAB_BYTES
+    reaches += [first, first + SLAB_BYTES]
+
+    assert [pool.put(number) for number in range(2 * SLOTS)] == ["stored"] * 2 * SLOTS
+    assert pool.owner.usage().evicted_count == 0
+    assert pool.owner.spare_bytes == 0
+
+    assert pool.put(50) == "stored"
+    assert pool.owner.usage().evicted_count == 1
+
+
 def test_the_deadline_is_the_next_expiry_or_the_next_look():
     pool = OwnedMemory(reservation_ttl_s=0.1)
     assert pool.owner.deadline() == 0.0

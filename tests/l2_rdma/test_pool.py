@@ -49,8 +49,23 @@ def test_a_pool_that_stops_leaves_nothing(tmp_path):
 
 
 def test_memory_arrives_in_the_background(tmp_path):
-    with pool_thread(tmp_path, region_bytes=200 << 20, slab_bytes=1 << 20) as pool:
+    with pool_thread(tmp_path, region_bytes=200 << 20, slab_bytes=1 << 20, ahead_bytes=None) as pool:
         until(lambda: pool.usage().capacity_bytes == 199 << 20)
+
+
+def test_memory_is_taken_as_the_pool_fills_and_nothing_is_evicted_before(tmp_path, agent_of):
+    size = 1 << 20
+    with pool_thread(tmp_path, region_bytes=200 << 20, slab_bytes=4 << 20, ahead_bytes=0) as pool:
+        assert pool.usage().capacity_bytes == 64 << 20
+        agent = agent_of(pool)
+
+        for number in range(0, 80, 8):
+            puts = [copy_of(each, size - 256) for each in range(number, number + 8)]
+            assert agent.put(*puts) == ["stored"] * 8
+
+        assert pool.usage().evicted_count == 0
+        assert 80 << 20 <= pool.usage().capacity_bytes <= 100 << 20
+        assert agent.lookup(*range(80)) == [True] * 80
 
 
 def test_a_pool_that_does_not_fit_says_which_setting_to_change(tmp_path):
