@@ -1,8 +1,8 @@
 """A block out of the pool as a verified copy, and into the pool: both beside a memory copy of the same size.
 
-The first copy of a block reads its bytes twice (checksum, copy); later ones of the same process need not, for
-a published slot does not change.  A put reads twice as well, writes to memory that is in no cache, and asks
-the pool's process twice.
+The first copy of a block reads its bytes twice (checksum, copy); later ones of the same process need not,
+for a published slot does not change.  A put reads twice as well, writes to memory that is in no cache, and
+asks the pool's process twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``ShardBackend``: a shard's side of the control wire.
 
-The record calls are for programs that speak gRPC only: any shard takes them and passes them on to the owners over the
-data wire, under the caller's own tenant.
+The record calls are for programs that speak gRPC only: any shard takes them and passes them on to the owners
+over the data wire, under the caller's own tenant.
 """
 
 from __future__ import annotations

@@ -470,6 +470,19 @@ def test_a_follower_out_of_time_goes_without():
     l1.check()
 
 
+def test_a_wait_that_timed_out_leaves_no_call_behind():
+    l1 = tier(stall_s=3.0)
+    l1.claim(KEYS[:1], 0.0, math.inf)
+    follower = l1.claim(KEYS[:1], 0.0, math.inf)
+    calls: list[str] = []
+    follower.add_callback(lambda: calls.append("too late"))
+    assert follower.take(3.0).inherited == KEYS[:1]
+    l1.check()
+    follower.landed(block(0), 3.0)
+    l1.check()
+    assert calls == []
+
+
 def test_a_leader_that_sits_on_its_claim_is_taken_over():
     l1, load = tier(stall_s=0.02), Loader()
     load.door.open()

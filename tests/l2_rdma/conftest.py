@@ -8,6 +8,7 @@ import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.wire.messages import Want
+from l2_rdma.fence import barrier_everywhere
 from l2_rdma.owner import Owner
 from l2_rdma.pins import PinTable
 from l2_rdma.reader import Reader
@@ -32,6 +33,7 @@ class SharedPool:
             self.region.memory,
             self.region.header,
             locked=self.region.hazards_locked,
+            barrier=barrier_everywhere,
             pin_budget_bytes=1 << 30,
             backed_bytes=backed,
         )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from kvcomm.engines.transformers.cache import blocks_of, cache_from, token_count_of, truncate
+from kvcomm.engines.transformers.forward import advance
 from kvcomm.errors import PayloadError
 from kvcomm.namespace import Namespace
 from tests.models import tiny_model
@@ -184,10 +185,8 @@ def test_caches_that_do_not_keep_every_token_are_refused() -> None:
     model = tiny_model("gemma3")
     config = model.config
     namespace = make_namespace(layers=4, kv_heads=2, head_dim=16, block_tokens=16)
-    ids = torch.arange(4, 68)[None]
     for cache in (DynamicCache(config=config), StaticCache(config, max_cache_len=96)):
-        with torch.inference_mode():
-            model(input_ids=ids, cache=cache, use_cache=True)
+        advance(model, cache, range(4, 68))
         with pytest.raises(PayloadError, match="keeps every token"):
             blocks_of(cache, namespace, 0, 4)
 
