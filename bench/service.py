@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 import time
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 TENANT = "default"
 START_DEADLINE_S = 60.0
+SETTLE_DEADLINE_S, QUIET_S = 30.0, 0.5
 DEADLINE_S = 30.0
 _CONFIG = """
 cache:
@@ -51,7 +53,7 @@ class Service:
 
 
 @contextmanager
-def service(*, pool_bytes: int = 1 << 30, shard_bytes: int = 512 << 20) -> Iterator[Service]:
+def service(*, pool_bytes: int = 2 << 30, shard_bytes: int = 512 << 20) -> Iterator[Service]:
     """Start it, and stop it whatever happens.  Raises ``Unavailable`` if it does not come up."""
     from kvcomm.connect import connect
     from kvcomm.embedded import Embedded
@@ -89,6 +91,31 @@ def pool_reader(running: Service) -> Iterator[Callable[[], Reader]]:
         yield lambda: Reader(region, table)
     finally:
         connection.close()
+
+
+def settle(running: Service) -> None:
+    """Wait until the pool and this process have entered the region into their page tables.
+
+    They do that in the background for the first seconds, and we measure what comes after.
+    """
+    pids = [os.getpid(), *(node.pid for node in running.instance.nodes())]
+    deadline, before, since = time.monotonic() + SETTLE_DEADLINE_S, -1, time.monotonic()
+    while time.monotonic() < min(deadline, since + QUIET_S):
+        shared = sum(shared_kib(pid) for pid in pids)
+        if shared != before:
+            before, since = shared, time.monotonic()
+        time.sleep(0.05)
+
+
+def shared_kib(pid: int) -> int:
+    """Resident shared memory of a process."""
+    return int(status_of(pid)["RssShmem"].split()[0])
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """The fields of ``/proc/PID/status``."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def pool_address(running: Service) -> str:

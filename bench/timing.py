@@ -112,7 +112,8 @@ def round_robin(function: Callable[[T], object], items: Sequence[T]) -> Callable
 def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float, warm_calls: int = 3) -> Rounds:
     """Time ``operations`` in ``rounds`` turns each of about ``turn_s`` seconds, rotating who goes first.
 
-    ``warm_calls`` are made first and not counted, except to see how many fit into a turn.
+    Each operation is first called twice ``warm_calls`` times, to warm up and to see how often it fits into a
+    turn.
     """
     if len({operation.name for operation in operations}) != len(operations):
         raise ValueError("two operations have one name")
@@ -128,9 +129,9 @@ def interleave(operations: Sequence[Operation], *, rounds: int, turn_s: float, w
 
 
 def _calls_in(operation: Operation, turn_s: float, warm_calls: int) -> int:
+    """The first calls pay for what is paid once (pages, connections); the next tell how long one takes."""
+    operation.times(warm_calls)
     begin = time.perf_counter()
     taken = operation.times(warm_calls)
-    wall_s = (
-        time.perf_counter() - begin
-    ) / warm_calls  # a call of many items takes longer than the time of one
+    wall_s = (time.perf_counter() - begin) / warm_calls  # a call of many items takes longer than one's time
     return max(1, min(CALLS_MAX, int(turn_s / max(wall_s, median(taken), 1e-7))))

@@ -140,7 +140,8 @@ class BlockPlane(Generic[M]):
         loaded: list[Block] = []
         claim = self._l1.claim(wanted, self._clock(), math.inf)
         try:
-            run.take(block for block in claim.blocks if block)
+            run.take(block for block in claim.blocks if block)  # landed since we looked
+            yield from run.emit_ready()
             yield from self._load(self._l3, run, claim, claim.mine, loaded)
             while claim.follows:
                 until = claim.patience()

@@ -339,7 +339,11 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree."""
+    """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree.
+
+    ``cache``: how much is kept; ``network``: how it travels; ``cluster``: who takes part; ``storage``: where
+    records lie; ``security``: who we are.
+    """
 
     cache: CacheConfig = field(metadata={"section": CacheConfig})
     network: NetworkConfig = field(metadata={"section": NetworkConfig})

@@ -14,7 +14,6 @@ made from the secret of a local instance (whoever can read its directory is its 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +23,11 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
-from kvcomm.config import Config
 from kvcomm.errors import KVCommError, Unauthenticated, Unavailable, failure_to_error
-from kvcomm.instance import Instance
 from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
 from kvcomm.rpc import Identity, Peers, run_blocking
-from kvcomm.settings import load_config
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
 from kvcomm.tally import Tally
@@ -39,7 +35,11 @@ from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
     from kvcomm.aio import AsyncClient
+    from kvcomm.config import Config
     from kvcomm.embedded import Embedded
+    from kvcomm.instance import Instance
+
+# What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
 ADDRESS_VARIABLE = "KVCOMM_ADDRESS"
 INSTANCE_VARIABLE = "KVCOMM_INSTANCE"
@@ -71,10 +71,12 @@ def connect(
         Unavailable: no cluster found (``embed=False``), or it did not answer in time.
         Unauthenticated: it does not know our token.
     """
+    from kvcomm.settings import load_config
+
     settings = load_config(config)
     deadline = time.monotonic() + deadline_s
     door = _find(settings, config, address, instance, token, embed, deadline)
-    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    identity = Identity(door.token, _incarnation())
     peers = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
     try:
         parts = _assemble(settings, door, identity, peers, deadline)
@@ -105,11 +107,12 @@ async def connect_async(
 
     from kvcomm.aio import AsyncClient
     from kvcomm.rpc import AsyncPeers
+    from kvcomm.settings import load_config
 
     settings = load_config(config)
     deadline = time.monotonic() + deadline_s
     door = await asyncio.to_thread(_find, settings, config, address, instance, token, embed, deadline)
-    identity = Identity(door.token, Incarnation(secrets.randbits(64) | 1))
+    identity = Identity(door.token, _incarnation())
     greeting = Peers(identity, connect_timeout_s=settings.network.connect_timeout_s)
     try:
         parts = await asyncio.to_thread(_assemble, settings, door, identity, greeting, deadline)
@@ -164,6 +167,8 @@ def _find(
     embed: bool,
     deadline: float,
 ) -> _Door:
+    from kvcomm.instance import Instance
+
     token = token or os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
     if address is None and instance is None:
         address, instance = os.environ.get(ADDRESS_VARIABLE), os.environ.get(INSTANCE_VARIABLE)
@@ -182,13 +187,19 @@ def _find(
         raise Unavailable("no cluster found: start one with 'kvcomm up', or name it (--instance, --address)")
     from kvcomm.embedded import Embedded
 
-    name = f"embedded-{secrets.token_hex(4)}"
+    name = f"embedded-{_incarnation():016x}"
     embedded = Embedded.start(name, config, deadline)
     try:
         return _door_of(Instance.open(name), settings, token, embedded)
     except BaseException:
         embedded.stop()
         raise
+
+
+def _incarnation() -> Incarnation:
+    import secrets
+
+    return Incarnation(secrets.randbits(64) | 1)
 
 
 def _token_from(settings: Config) -> str | None:
@@ -214,7 +225,7 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
 
     ring, tenant = _greet(door, peers, deadline)
     cache, network = settings.cache, settings.network
-    near = L1Tier(cache.l1_size_bytes, negative_ttl_s=cache.l1_negative_ttl_s)
+    near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, negative_entries=cache.l1_negative_entries)
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
     l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
@@ -242,9 +253,8 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_copies_refused_total", tier="l2").advance_to(reads.corrupt)
             counter("kvcomm_view_fallbacks_total").advance_to(reads.unpinned_copies)
         if l3 is not None:
-            third = l3.stats()
-            counter("kvcomm_copies_refused_total", tier="l3").advance_to(third.copies_refused)
-            counter("kvcomm_stale_epochs_total").advance_to(third.stale_epochs)
+            counter("kvcomm_copies_refused_total", tier="l3").advance_to(l3.counts.damaged_count)
+            counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
         return tally.metrics.snapshot()
 
     return _Parts(operations, counted, close)

@@ -17,6 +17,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+# gRPC reads these when it is imported.  By default it tells the terminal of every peer's orderly goodbye, and
+# it guards against forks without exec, which nobody here does.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -39,9 +44,6 @@ from kvcomm.wire import control_pb2 as pb
 from kvcomm.wire import control_pb2_grpc
 from kvcomm.wire.control_codec import NodeStatus
 from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
-
-# Read at gRPC's first use.  Its default also tells the terminal of every peer's orderly goodbye.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 MESSAGE_BYTES_MAX = 32 << 20
 """Largest message either side accepts."""

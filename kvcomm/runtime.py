@@ -87,8 +87,7 @@ class Runtime:
         self._draining = True
         try:
             while self._events and not self._closed:
-                for effect in self._machine.handle(self._events.popleft(), self._clock()):
-                    self._carry_out(effect)
+                self._handle(self._events.popleft())
         except Exception as error:
             self._draining = False
             self._stop(f"broken invariant: {error!r}")
@@ -104,6 +103,12 @@ class Runtime:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._machine.handle(event, self._clock()):
+            if self._closed:
+                return  # stopped: nothing more is said or done
+            self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Reply):

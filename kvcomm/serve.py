@@ -222,8 +222,8 @@ class _Accepted:
             server.hello_timeout_s, self.end, TimeoutError("no Hello in time")
         )
         self._stream = FrameStream(
-            loop, connection, reader=self._reader, outbox=self._outbox, received=self._received, lost=self.end,
-            drained=self._regulate, stall_s=server.stall_s,
+            loop, connection, reader=self._reader, outbox=self._outbox,
+            received=self._received, lost=self.end, drained=self._regulate, stall_s=server.stall_s,
         )  # fmt: skip
 
     def end(self, error: Exception) -> None:
@@ -270,9 +270,6 @@ class _Accepted:
         except KVCommError as error:
             self._say_goodbye(error)
             return
-        except Exception as error:
-            self.end(error)  # a bug of ours or the service's; the loop's exception handler reports it
-            raise
         finally:
             self._corked = False
         if self._outbox:

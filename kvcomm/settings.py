@@ -26,7 +26,7 @@ def load_config(path: str | Path | None = None) -> Config:
         ConfigError: the file was named and cannot be read, or its content cannot be used; the message starts
         with its path.
     """
-    source = _source(path)
+    source = config_source(path)
     if source is None:
         return parse_config("", ram_bytes=ram_bytes())
     try:
@@ -49,7 +49,7 @@ def ram_bytes() -> int:
     return min([machine_bytes, *_cgroup_limits()])
 
 
-def _source(path: str | Path | None) -> Path | None:
+def config_source(path: str | Path | None) -> Path | None:
     if path is not None:
         return Path(path)
     if named := os.environ.get(CONFIG_VARIABLE):

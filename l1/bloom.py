@@ -2,7 +2,7 @@
 
 Scalable Bloom filters (Almeida, Baquero, Preguiça, Hutchison 2007): when a layer holds as many keys as it was
 sized for, a layer of twice the size and half the error rate goes on top.  A key is present if any layer says
-so, hence the compound rate is at most ``rate/2 + rate/4 + ... < rate``, however many layers there are.
+so, hence the compound rate is below ``rate * SHARE * (1/2 + 1/4 + ...)``, however many layers there are.
 Over-filling one plain filter twofold takes its rate from 0.1 % to 3 %.
 
 Keys are hashed by 128-bit MurmurHash3, which is the same in every process; the layers derive their bits from
@@ -20,6 +20,9 @@ from kvcomm.errors import ConfigError
 
 GROWTH = 2
 TIGHTENING = 0.5
+SHARE = 0.8
+"""Part of the rate that the layers are given.  The rest covers that real filters deviate from the formula of
+their size, and costs half a bit a key."""
 
 
 class LayeredBloom:
@@ -82,5 +85,5 @@ class LayeredBloom:
     def _grow(self) -> None:
         depth = len(self._layers)
         self._room = self.capacity * GROWTH**depth
-        rate = self.rate * (1.0 - TIGHTENING) * TIGHTENING**depth
+        rate = self.rate * SHARE * (1.0 - TIGHTENING) * TIGHTENING**depth
         self._layers.append(Bloom(self._room, rate, operator.index))

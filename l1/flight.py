@@ -173,9 +173,15 @@ class Flights(Generic[V]):
         return self._pass_on(party, party.leads, now, failed=now >= self._stalls_at(party))
 
     def take(self, party: Party[V], now: float) -> tuple[News[V], list[Party[V]]]:
-        """The news, once; and the parties to wake."""
+        """The news, once; and the parties to wake.
+
+        A key that was inherited and, before this call, lost again for want of progress is told as a miss.
+        """
         woken = self.expire(now)
-        news = News(party.landed, [key for key in party.inherited if key in party.leads])
+        known = {key for key, _ in party.landed}
+        lost = [key for key in party.inherited if key not in party.leads and key not in known]
+        inherited = [key for key in party.inherited if key in party.leads]
+        news = News(party.landed + [(key, None) for key in lost], inherited)
         party.landed, party.inherited = [], []
         return news, [other for other in woken if other is not party]
 

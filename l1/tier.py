@@ -319,6 +319,7 @@ class L1Tier:
 
     def _take(self, party: Party[Block], now: float) -> News[Block]:
         with self._gate:
+            self._waiting.pop(party, None)  # it is awake: calls left over from waits that timed out
             news, woken = self._flights.take(party, now)
             calls = self._callbacks(woken)
         _wake(calls)

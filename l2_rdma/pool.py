@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvcomm.blockservice import BlockService
 from kvcomm.blockstore import BlockStore
 from kvcomm.credentials import Credentials
 from kvcomm.errors import ConfigError
+from kvcomm.namespace import TenantDigest
 from kvcomm.serve import DataServer
 from l2_rdma.fence import barrier_everywhere, grace_s
 from l2_rdma.layout import plan_layout
@@ -26,6 +28,7 @@ from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
 
 BACK_SLICE_BYTES = 64 << 20
 _TICK_MIN_S = 0.001
+_AHEAD_INTERVAL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,9 @@ class PoolOptions:
     hazard_count: int = 16_384
     """Views of all clients together."""
     directory: Path = SHM_DIRECTORY
+    ahead_bytes: int | None = 256 << 20
+    """Memory is put behind the region as it fills, so much ahead of need: a small cache costs little.
+    ``None``: all of it at once, in the background; nobody else can take it then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,58 @@ class RunningPool:
     store: BlockStore
     """For the control wire and the metrics; to be used in the event loop's thread only."""
     server: DataServer
+
+
+@asynccontextmanager
+async def block_region(
+    *, node: str, instance: str, incarnation: Incarnation, tenant: TenantDigest, options: PoolOptions
+) -> AsyncIterator[tuple[Owner, Region]]:
+    """A region of shared memory and its owner, for as long as the context lasts; used by pools and shards.
+
+    The memory behind the region arrives slice by slice in the background, ahead of need; a burst that
+    overtakes it gets its slice at once, before anything is evicted.  The caller ticks the owner.
+
+    Args:
+        tenant: whose blocks the region holds; ``kvcomm.block.NO_TENANT`` = everybody's (then its path is
+            nobody's business).
+
+    Raises:
+        ConfigError: shared memory does not suffice.
+    """
+    for name in reclaim_stale(options.directory):
+        _log.warning("removed %s, left behind by a process that was killed", name)
+    layout = plan_layout(
+        options.region_bytes,
+        slab_bytes=options.slab_bytes,
+        index_entries=options.index_entries,
+        hazard_count=options.hazard_count,
+    )
+    region = Region.create(
+        options.directory, instance=instance, node=node, tenant=tenant, incarnation=incarnation, layout=layout
+    )
+    stop = asyncio.Event()
+    try:
+        backing = _Backing(region)
+        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
+        owner = Owner(
+            region.memory,
+            region.header,
+            locked=region.hazards_locked,
+            barrier=barrier_everywhere,
+            reservation_ttl_s=options.reservation_ttl_s,
+            pin_budget_bytes=options.pin_budget_bytes,
+            grace_s=grace_s(),
+            backed_bytes=first,
+            more=lambda: backing.more(layout.slab_bytes),
+        )
+        ahead = asyncio.create_task(backing.keep_ahead(owner, options.ahead_bytes, stop))
+        try:
+            yield owner, region
+        finally:
+            stop.set()
+            await ahead  # it must end before the region does
+    finally:
+        region.close()
 
 
 async def run_pool(
@@ -85,30 +143,10 @@ async def run_pool(
         ConfigError: shared memory does not suffice.
         Refused: an address is in use.
     """
-    for name in reclaim_stale(options.directory):
-        _log.warning("removed %s, left behind by a process that was killed", name)
     digest = credentials.tenant_digest(tenant)
-    layout = plan_layout(
-        options.region_bytes,
-        slab_bytes=options.slab_bytes,
-        index_entries=options.index_entries,
-        hazard_count=options.hazard_count,
-    )
-    region = Region.create(
-        options.directory, instance=instance, node=node, tenant=digest, incarnation=incarnation, layout=layout
-    )
-    try:
-        first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
-        owner = Owner(
-            region.memory,
-            region.header,
-            locked=region.hazards_locked,
-            barrier=barrier_everywhere,
-            reservation_ttl_s=options.reservation_ttl_s,
-            pin_budget_bytes=options.pin_budget_bytes,
-            grace_s=grace_s(),
-            backed_bytes=first,
-        )
+    async with block_region(
+        node=node, instance=instance, incarnation=incarnation, tenant=digest, options=options
+    ) as (owner, region):
         service = BlockService(
             owner, clock, region=lambda caller: str(region.path) if caller == digest else "", epoch=epoch
         )
@@ -120,31 +158,13 @@ async def run_pool(
             incarnation=incarnation,
             credentials=credentials,
         )
-        await _serve(server, addresses, owner, region, stop, ready, clock)
-    finally:
-        region.close()
-
-
-async def _serve(
-    server: DataServer,
-    addresses: Sequence[str],
-    owner: Owner,
-    region: Region,
-    stop: asyncio.Event,
-    ready: Callable[[RunningPool], None],
-    clock: Callable[[], float],
-) -> None:
-    bound = await server.start(addresses)
-    backing = asyncio.create_task(_back(owner, region, stop))
-    try:
-        ready(RunningPool(bound, str(region.path), owner, server))
-        while not stop.is_set():
-            owner.tick(clock())
-            await _until(owner, stop, clock)
-    finally:
-        stop.set()  # also when something failed: the backing must end before the region does
-        await backing
-        await server.close()
+        try:
+            ready(RunningPool(await server.start(addresses), str(region.path), owner, server))
+            while not stop.is_set():
+                owner.tick(clock())
+                await _until(owner, stop, clock)
+        finally:
+            await server.close()
 
 
 async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) -> None:
@@ -158,15 +178,33 @@ async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) 
         return
 
 
-async def _back(owner: Owner, region: Region, stop: asyncio.Event) -> None:
-    """Bring the rest of the memory, a slice at a time, in a thread; a pool that cannot get it all goes on
-    with less."""
-    end = region.header.layout.slots_end
-    reached = region.backed_bytes
-    while reached < end and not stop.is_set():
+class _Backing:
+    """Puts memory behind a region; for the owner in need, and ahead of need."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._refused = False
+
+    def more(self, slice_bytes: int) -> int | None:
+        """How far the memory reaches now; ``None`` when there is no more: the store stays smaller."""
+        if self._refused or self._region.backed_bytes >= self._region.header.layout.slots_end:
+            return None
         try:
-            reached = await asyncio.to_thread(region.back, BACK_SLICE_BYTES)
+            return self._region.back(slice_bytes)
         except ConfigError as error:
-            _log.error("the pool stays smaller than configured: %s", error)
-            return
-        owner.grow(reached)
+            self._refused = True
+            _log.error("the region stays smaller than configured: %s", error)
+            return None
+
+    async def keep_ahead(self, owner: Owner, ahead_bytes: int | None, stop: asyncio.Event) -> None:
+        """A slice at a time, in a thread, until there is no more or the end."""
+        while not stop.is_set():
+            if ahead_bytes is None or owner.spare_bytes < ahead_bytes:
+                reached = await asyncio.to_thread(self.more, BACK_SLICE_BYTES)
+                if reached is None:
+                    return
+                owner.grow(reached)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_AHEAD_INTERVAL_S):
+                        await stop.wait()

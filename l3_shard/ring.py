@@ -30,6 +30,9 @@ shards.
 WEIGHT_MAX = 64
 SHARDS_MAX = 1024
 
+NO_RING = RingMap(0, 1, 1, 1, 1, [], [])
+"""Where a shard starts before it has heard of a map: epoch 0, nobody owns anything."""
+
 _SEED = 0x4B56
 _map_decoder = msgspec.msgpack.Decoder(RingMap)
 
@@ -177,7 +180,5 @@ def _check(ring_map: RingMap) -> None:
             f"quorums must be in [1, replicas = {ring_map.replicas}], "
             f"got write {ring_map.write_quorum}, read {ring_map.read_quorum}"
         )
-    if ring_map.epoch < 1 or ring_map.block_copies < 1:
-        raise RingError(
-            f"epoch and block_copies start at 1, got {ring_map.epoch} and {ring_map.block_copies}"
-        )
+    if ring_map.epoch < 0 or ring_map.block_copies < 1:
+        raise RingError(f"impossible epoch {ring_map.epoch} or block_copies {ring_map.block_copies}")

@@ -16,10 +16,11 @@ Theory of operation.  A key's *replicas* are its owners in the ring.  Any of the
 ``conflict``,
   ``too_large``, ``refused``.  Otherwise ``outcome_unknown``: it is or may be durable somewhere and will
   spread.
-* **Epochs.**  A request must carry this shard's epoch.  An older one is answered with the new map; a newer
-one cannot be
-  judged yet and is ``unavailable``.  Replication is held to the same rule, so an acknowledgement means that
-  both sides placed the key by the same map.
+* **Epochs.**  A caller's request must carry this shard's epoch.  An older one is answered with the new map; a
+  newer one cannot be judged yet and is ``unavailable``.  Replication under an older epoch is refused too, so
+  a coordinator never counts an acknowledgement that a newer map does not; under a newer one it is accepted,
+  for the sender knows better who owns the key. A coordinator that learns of a newer map this way sends its
+  write again under it, if the owners are the same.
 * **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
 credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
@@ -64,7 +65,7 @@ from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.reading import Query, Reading
 from l3_shard.replica import successor
-from l3_shard.ring import Ring, RingError, decode_map, encode_map
+from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.storage import Loaded, Persisted, Scan, Scanned
 from l3_shard.writing import Draft, Writing
 
@@ -105,6 +106,8 @@ class ShardCounts:
     """Records that a replica did not acknowledge."""
     damaged_count: int
     """Records whose stored bytes failed verification."""
+    contradiction_count: int
+    """States read for one record that cannot both be: some replica lost its state and kept its id."""
     drift_count: int
     """Stamps too far ahead of our wall clock to follow."""
 
@@ -187,7 +190,7 @@ class Shard:
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
         self._lines = Lines(self._limits.changes_max, tickets)
-        self._writing = Writing(self._desk, self._lines, self._accept, self._missed)
+        self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
         self._scans: dict[Ticket, _Scan] = {}
         self._stopped = False
@@ -248,6 +251,8 @@ class Shard:
                     self._replicate(origin, message)
                 case RecordFetch():
                     self._fetch(origin, message)
+                case RingGet() if self.ring.epoch == NO_RING.epoch:
+                    raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
                     self._desk.reply(origin, self.ring.to_map())
                 case _:
@@ -316,9 +321,11 @@ class Shard:
     def _check_peer(self, origin: Origin, epoch: int, keys: Sequence[bytes]) -> None:
         if origin.tenant != self._node_tenant:
             raise Refused("replication is spoken among the cluster's own nodes only")
-        self._check_epoch(epoch)
-        for stored in _checked_keys(keys, TENANT_BYTES):
-            self._others(stored[TENANT_BYTES:])
+        _checked_keys(keys, TENANT_BYTES)
+        if epoch <= self.ring.epoch:
+            self._check_epoch(epoch)
+            for stored in keys:
+                self._others(stored[TENANT_BYTES:])
 
     def _replicate(self, origin: Origin, message: RecordReplicate) -> None:
         self._check_peer(origin, message.epoch, message.keys)
@@ -365,6 +372,13 @@ class Shard:
             self._desk.close(fetch.request, TooLarge(f"{size} bytes of values do not fit one answer"))
         else:
             self._desk.close(fetch.request, RecordStates(fetch.states, fetch.incomplete))
+
+    def _place(self, key: bytes) -> tuple[int, tuple[str, ...]]:
+        """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
+        replicas = self.ring.replicas(key[TENANT_BYTES:])
+        return self.ring.epoch, tuple(
+            node for node in replicas if node != self.node
+        ) if self.node in replicas else ()
 
     def _repair(self, key: bytes, state: RecordState) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
@@ -471,6 +485,7 @@ class Shard:
             self._stale_map_count,
             self._missed_count,
             self._damaged_count,
+            self._reading.contradiction_count,
             self._drift_count,
         )
 

@@ -59,6 +59,8 @@ class _Write:
     put: _Put
     draft: Draft
     written: dvv.Written | None = None
+    state: RecordState = dvv.EMPTY
+    """What is sent to the other replicas: the record as it became durable with this write."""
     acks: int = 0
     outstanding: int = 0
     """Replicas that may still acknowledge."""
@@ -71,15 +73,20 @@ class _Write:
 
     def durable(self, state: RecordState) -> None:
         self.acks, self.outstanding = 1, len(self.draft.others)
-        self.owner.spread(self, state)
+        self.state = state
+        self.owner.spread(self)
 
     def failed(self, error: KVCommError) -> None:
         self.owner.decide(self, error)
 
 
 class Writing:
-    """``missed(node, keys, answer)`` hears of every replica that did not acknowledge: the place for hinted
-    handoff.
+    """Coordinates puts.
+
+    Args:
+        place: (epoch, other replicas) of a stored key by the newest map.
+        missed: hears (node, keys, answer) of every replica that did not acknowledge: the place for hinted
+            handoff.
     """
 
     def __init__(
@@ -87,12 +94,13 @@ class Writing:
         desk: Desk,
         lines: Lines,
         accept: Accept,
+        place: Callable[[bytes], tuple[int, tuple[str, ...]]],
         missed: Callable[[str, Sequence[bytes], Message], None],
     ) -> None:
         self.accept = accept
         self.unknown_count = 0
-        self._desk, self._lines, self._missed = desk, lines, missed
-        self._outbox: dict[tuple[str, int], dict[bytes, tuple[RecordState, list[_Write]]]] = {}
+        self._desk, self._lines, self._place, self._missed = desk, lines, place, missed
+        self._outbox: dict[tuple[str, int], list[_Write]] = {}
 
     def put(self, origin: Origin, epoch: int, drafts: Sequence[Draft]) -> None:
         """Coordinate one request.
@@ -110,47 +118,64 @@ class Writing:
             except KVCommError as error:
                 self.decide(write, error)
 
-    def spread(self, write: _Write, state: RecordState) -> None:
-        """``write`` is durable here as a part of ``state``: send that to the other replicas at the next
-        flush.
-        """
+    def spread(self, write: _Write) -> None:
+        """``write`` is durable here: send its record to the other replicas at the next flush."""
         for node in write.draft.others:
-            batch = self._outbox.setdefault((node, write.put.epoch), {})
-            batch.setdefault(write.draft.key, (state, []))[1].append(write)
+            self._outbox.setdefault((node, write.put.epoch), []).append(write)
         self._settle(write)
 
     def flush(self) -> None:
         """One message a peer for everything that became durable together, in pieces of bounded size."""
         outbox, self._outbox = self._outbox, {}
-        for (node, epoch), batch in outbox.items():
-            for keys in self._pieces(batch):
-                message = RecordReplicate(epoch, keys, [batch[key][0] for key in keys])
-                writes = [write for key in keys for write in batch[key][1]]
-                held_bytes = sum(dvv.value_bytes(state) for state in message.states)
-                self._desk.ask(node, message, partial(self._answered, node, writes), held_bytes)
+        for (node, epoch), writes in outbox.items():
+            for piece in self._pieces(writes):
+                states: dict[bytes, RecordState] = {}
+                for write in piece:  # merged: a write that goes out again may be older than its neighbour
+                    states[write.draft.key] = dvv.merge(states.get(write.draft.key, dvv.EMPTY), write.state)
+                message = RecordReplicate(epoch, list(states), list(states.values()))
+                held_bytes = sum(map(dvv.value_bytes, message.states))
+                self._desk.ask(node, message, partial(self._answered, node, epoch, piece), held_bytes)
 
-    def _pieces(self, batch: dict[bytes, tuple[RecordState, list[_Write]]]) -> Iterator[list[bytes]]:
-        keys: list[bytes] = []
+    def _pieces(self, writes: Sequence[_Write]) -> Iterator[list[_Write]]:
+        """Writes of one record, durable together or one after the other, are sent and counted as one
+        state."""
+        piece: list[_Write] = []
+        keys: set[bytes] = set()
         size = 0
-        for key, (state, _) in batch.items():
-            state_bytes = dvv.value_bytes(state)
-            if keys and (
-                size + state_bytes > self._desk.limits.message_bytes or len(keys) == REPLICATE_KEYS_MAX
-            ):
-                yield keys
-                keys, size = [], 0
-            keys.append(key)
-            size += state_bytes
-        yield keys
-
-    def _answered(self, node: str, writes: list[_Write], answer: Message) -> None:
-        acknowledged = isinstance(answer, Done)
         for write in writes:
-            write.outstanding -= 1
-            write.acks += acknowledged
-            self._settle(write)
-        if not acknowledged:
-            self._missed(node, [write.draft.key for write in writes], answer)
+            extra_bytes = 0 if write.draft.key in keys else dvv.value_bytes(write.state)
+            if piece and (
+                size + extra_bytes > self._desk.limits.message_bytes or len(keys) == REPLICATE_KEYS_MAX
+            ):
+                yield piece
+                piece, size, extra_bytes = [], 0, dvv.value_bytes(write.state)
+                keys.clear()
+            piece.append(write)
+            keys.add(write.draft.key)
+            size += extra_bytes
+        yield piece
+
+    def _answered(self, node: str, epoch: int, writes: list[_Write], answer: Message) -> None:
+        if isinstance(answer, Done):
+            for write in writes:
+                write.acks += 1
+                write.outstanding -= 1
+                self._settle(write)
+            return
+        self._missed(node, [write.draft.key for write in writes], answer)
+        for write in writes:
+            if not self._again(node, epoch, write):
+                write.outstanding -= 1
+                self._settle(write)
+
+    def _again(self, node: str, epoch: int, write: _Write) -> bool:
+        """Whether the peer refused for a newer map, which we have by now, and the owners are the same under
+        it."""
+        now_epoch, others = self._place(write.draft.key)
+        if write.decided or now_epoch <= epoch or set(others) != set(write.draft.others):
+            return False
+        self._outbox.setdefault((node, now_epoch), []).append(write)
+        return True
 
     def _settle(self, write: _Write) -> None:
         need = write.draft.need

@@ -1,4 +1,5 @@
-"""Both ends of the data wire for tests: a served ``Service`` on a thread of its own, and a peer that follows a script."""
+"""Both ends of the data wire for tests: a served ``Service`` on a thread of its own, and a peer that follows
+a script."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
 
 
 class KeyValues:
-    """A service for tests: puts are kept whole, gets return them; a ``RecordPut`` waits for :meth:`release`."""
+    """A service for tests: puts are kept whole, gets return them; a ``RecordPut`` waits for
+    :meth:`release`."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
@@ -71,7 +73,9 @@ class KeyValues:
     def sink(self, origin: Origin, message: Message, payload_bytes: int) -> list[memoryview] | None:
         return None
 
-    def handle(self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction) -> None:
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
         self.handled.append(message)
         match message:
             case BlockPut(wants=wants):
@@ -104,8 +108,8 @@ class Served:
         self.problems: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda loop, context: self.problems.append(context))
         self.server = DataServer(
-            service, node="n1", role="pool", instance="test", incarnation=Incarnation(11), credentials=CREDENTIALS,
-            **options,
+            service, node="n1", role="pool", instance="test", incarnation=Incarnation(11),
+            credentials=CREDENTIALS, **options,
         )  # fmt: skip
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
@@ -177,7 +181,8 @@ class Dialogue:
 
 @contextmanager
 def scripted(*scripts: Callable[[Dialogue], None]) -> Iterator[str]:
-    """The address of a peer whose n-th connection follows the n-th script and is then closed; later ones are refused."""
+    """The address of a peer whose n-th connection follows the n-th script and is then closed; later ones are
+    refused."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(PATIENCE_S)
     problems: list[BaseException] = []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from bench.report import Report, Row
 from bench.scale import Scale
-from bench.service import service
+from bench.service import service, status_of
 from bench.timing import Spread
 
 HEAVY = (
@@ -71,7 +70,5 @@ def _resident(report: Report) -> None:
 
 def _private_mib(pid: int) -> float:
     """Anonymous and file-backed resident memory: what ``ps`` calls RSS, less shared memory."""
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-    )
+    status = status_of(pid)
     return sum(int(status[part].split()[0]) for part in ("RssAnon", "RssFile")) / 1024

@@ -15,7 +15,7 @@ from bench.peers.memory import MEMCPY, Buffers, memcpy
 from bench.peers.redis_server import RedisServer, redis_server
 from bench.report import Report
 from bench.scale import Scale, size_name
-from bench.service import Prefixes, Service, pool_reader, publish, service
+from bench.service import Prefixes, Service, pool_reader, publish, service, settle
 from bench.timing import Call, Rounds, interleave, round_robin
 from kvcomm.block import BlockKey
 from kvcomm.client import Client
@@ -36,6 +36,7 @@ def run(scale: Scale) -> Report:
         running = stack.enter_context(service())
         readers = stack.enter_context(pool_reader(running))
         redis = stack.enter_context(redis_server())
+        settle(running)
         rounds = {size: _rounds(scale, running, readers, redis, size, report) for size in sizes}
     _claim(report, scale, rounds, redis)
     return report
@@ -58,7 +59,9 @@ def _rounds(
         Call(FETCH, round_robin(lambda tokens: _fetch(running.client, prefixes, tokens), prefixes.tokens)),
     ]
     competitors = [] if isinstance(redis, str) else redis.gets(Buffers(scale.working_set, size_bytes).all)
-    rounds = interleave([*operations, *competitors], rounds=scale.rounds, turn_s=scale.turn_s)
+    rounds = interleave(
+        [*operations, *competitors], rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
+    )
     report.add(rounds, size_name(size_bytes), dict.fromkeys(list(rounds.seconds)[1:], MEMCPY))
     return rounds
 

@@ -45,7 +45,9 @@ def run(scale: Scale) -> Report:
             missing["Mooncake"] = store
         else:
             operations += store
-        rounds = interleave(operations, rounds=scale.rounds, turn_s=scale.turn_s)
+        rounds = interleave(
+            operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
+        )
     report.add(
         rounds,
         size_name(scale.block_bytes),

@@ -106,7 +106,7 @@ def _same_answer(computed: Reading, fetched: Reading) -> None:
 def _demo_model() -> tuple[str, PreTrainedModel]:
     from kvcomm.demo.model import find_model
 
-    found = find_model(lambda text: print(text, file=sys.stderr))
+    found = find_model(lambda what, done, whole: print(f"{what} {done}/{whole}", file=sys.stderr))
     return found.label, found.load()[0]
 
 

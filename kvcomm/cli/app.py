@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcomm.cli import bench, data, doctor, roles, status, up
+from kvcomm.cli import bench, data, demo, doctor, roles, status, up
 
 app = typer.Typer(
     name="kvcomm",
@@ -13,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("get")(data.get)
@@ -21,3 +22,4 @@ app.command("ls")(data.ls)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.command("pool")(roles.pool)
+app.command("shard")(roles.shard)

@@ -50,6 +50,12 @@ class NodeProcess:
         """Data-wire addresses to bind: a socket for this host, a port for others."""
         return [f"unix://{self.instance.socket_path(self.node)}", "tcp://127.0.0.1:0"]
 
+    @property
+    def storage_directory(self) -> Path:
+        """Of this node's records: below ``storage.directory``, else in the instance's own directory."""
+        root = self.settings.storage.directory
+        return (Path(root) if root else self.instance.directory / "data") / self.node
+
     async def announce(
         self, backend: ControlBackend, addresses: list[str], region: str, refresh: Callable[[], None]
     ) -> None:

@@ -14,6 +14,7 @@ from kvcomm.cli.options import ConfigOption
 if TYPE_CHECKING:
     from kvcomm.cli.node import NodeProcess
     from l2_rdma.pool import RunningPool
+    from l3_shard.server import RunningShard
 
 InstanceName = Annotated[
     str, typer.Option("--instance", help="Cluster on this host that the node belongs to.")
@@ -69,6 +70,74 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
         await process.withdraw()
     for task in announcing:
         task.result()  # what went wrong while announcing is why we ended
+
+
+def shard(
+    node: NodeName,
+    instance: InstanceName = "default",
+    config: ConfigOption = None,
+    lifeline: Lifeline = False,
+) -> None:
+    """Run a shard: blocks by consistent hashing, records replicated and on disk."""
+    from kvcomm.cli.node import NodeProcess, log_to_stderr
+    from kvcomm.serve import run
+
+    log_to_stderr()
+    run(_shard(NodeProcess(instance, node, "shard", config), lifeline))
+
+
+async def _shard(process: NodeProcess, lifeline: bool) -> None:
+    from kvcomm.block import NO_TENANT
+    from kvcomm.cli.gateway import ShardBackend
+    from kvcomm.cli.signals import stop_event
+    from l2_rdma.pool import PoolOptions, block_region
+    from l3_shard.ring import NO_RING
+    from l3_shard.server import ShardOptions, run_shard
+
+    settings = process.settings
+    stop = stop_event(lifeline)
+    announcing: list[asyncio.Task[None]] = []
+    options = PoolOptions(settings.cache.l3_size_bytes, reservation_ttl_s=settings.cache.reservation_ttl_s)
+
+    async with block_region(
+        node=process.node,
+        instance=process.instance.name,
+        incarnation=process.incarnation,
+        tenant=NO_TENANT,
+        options=options,
+    ) as (store, _):
+
+        def ready(running: RunningShard) -> None:
+            def refresh() -> None:
+                process.refresh(store, running.server, running.ring().epoch)
+
+            backend = ShardBackend(process, store, running)
+            work = process.announce(backend, running.addresses, "", refresh)
+            announcing.append(asyncio.create_task(_or_stop(work, stop)))
+
+        try:
+            await run_shard(
+                node=process.node,
+                instance=process.instance.name,
+                incarnation=process.incarnation,
+                credentials=process.instance.credentials(),
+                addresses=process.listen_at,
+                options=ShardOptions(
+                    process.storage_directory,
+                    settings.storage.fsync,
+                    settings.storage.fsync_interval_s,
+                    connect_timeout_s=settings.network.connect_timeout_s,
+                ),
+                blocks=store,
+                stop=stop,
+                ready=ready,
+                dial=lambda peer: peer.local_address or peer.address,
+                ring_map=process.instance.ring() or NO_RING,
+            )
+        finally:
+            await process.withdraw()
+    for task in announcing:
+        task.result()
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:

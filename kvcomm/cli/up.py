@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from kvcomm.wire.messages import RingMap
 
 
+EMBEDDED_CONFIG = "cache: {l2_size: 5%, l3_size: 2%}\n"
+"""Where nobody configured anything: a guest in somebody's process takes less than a server would."""
+
+
 def up(
     instance: Annotated[
         str, typer.Option("--instance", help="Name of the cluster; agents on this host find it by it.")
@@ -41,18 +45,30 @@ def up(
     from kvcomm.serve import run
     from kvcomm.settings import load_config
 
-    settings = load_config(config)
+    load_config(config)  # a mistake in it is told before anything is made
     try:
         cluster = Instance.create(instance)
     except InstanceExists:
         cluster = Instance.open(instance)
     with _alone(cluster):
         _reclaim()
+        written = _write_config(cluster, config, lifeline)
         try:
-            run(_run(cluster, settings, config, lifeline))
+            run(_run(cluster, load_config(written), written, lifeline))
         finally:
             if lifeline:
                 cluster.remove()
+
+
+def _write_config(cluster: Instance, config: Path | None, lifeline: bool) -> Path:
+    """One copy for all nodes of this run, also those that are started again later."""
+    from kvcomm.settings import config_source
+
+    source = config_source(config)
+    text = source.read_text() if source else EMBEDDED_CONFIG if lifeline else ""
+    path = cluster.directory / "kvcomm.yaml"
+    path.write_text(text)
+    return path
 
 
 @contextlib.contextmanager
@@ -79,7 +95,7 @@ def _reclaim() -> None:
         sys.stderr.write(f"kvcomm: removed {path}, left behind by a killed process\n")
 
 
-async def _run(cluster: Instance, settings: Config, config: Path | None, lifeline: bool) -> None:
+async def _run(cluster: Instance, settings: Config, config: Path, lifeline: bool) -> None:
     from kvcomm.cli.signals import stop_event
 
     stop = stop_event(lifeline)
@@ -88,7 +104,7 @@ async def _run(cluster: Instance, settings: Config, config: Path | None, lifelin
     await server.run(stop)
 
 
-def _supervisor(cluster: Instance, settings: Config, config: Path | None) -> SupervisorServer:
+def _supervisor(cluster: Instance, settings: Config, config: Path) -> SupervisorServer:
     from controller.launcher import LocalLauncher
     from controller.server import SupervisorServer
     from controller.supervisor import RingRules, Supervisor
@@ -116,9 +132,9 @@ def _specs(settings: Config) -> list[NodeSpec]:
     return pools + shards
 
 
-def _command(cluster: Instance, spec: NodeSpec, config: Path | None) -> list[str]:
+def _command(cluster: Instance, spec: NodeSpec, config: Path) -> list[str]:
     command = [sys.executable, "-m", "kvcomm.cli", spec.role, "--instance", cluster.name, "--node", spec.node]
-    return [*command, "--lifeline", *(["--config", str(config)] if config else [])]
+    return [*command, "--config", str(config), "--lifeline"]
 
 
 def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -172,7 +172,7 @@ async def run_async(steps: Steps[T], peers: AsyncPeers, deadline: float) -> T:
         steps.close()
 
 
-async def iterate_async(steps: Steps[Any], peers: AsyncPeers, deadline: float) -> AsyncIterator[Any]:
+async def iterate_async(steps: Steps[Any], peers: AsyncPeers, deadline: float) -> AsyncGenerator[Any, None]:
     """Run an operation as far as each item that it emits.  ``aclose()`` gives the rest up."""
     operation = _Operation(peers, deadline)
     try:

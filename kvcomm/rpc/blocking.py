@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from kvcomm.block import Buffer
@@ -72,15 +72,15 @@ class Peers:
             for link in links:
                 link.close()
 
-    def take(self, address: str, *, fresh: bool = False) -> Link:
+    def take(self, address: str, deadline: float, *, fresh: bool = False) -> Link:
         """A connection for one operation; an idle one unless ``fresh``.
 
         Raises:
             Unavailable: cannot connect.
         """
+        self._forget_after_fork()
         while not fresh:
             with self._lock:
-                self._forget_after_fork()
                 idle = self._idle.get(address)
                 if not idle:
                     break
@@ -89,7 +89,8 @@ class Peers:
                 link.reused = True
                 return link
             link.close()
-        return Link(address, self.identity, connect_timeout_s=self.connect_timeout_s, clock=self.clock)
+        connect_timeout_s = min(self.connect_timeout_s, max(0.0, deadline - self.clock()))
+        return Link(address, self.identity, connect_timeout_s=connect_timeout_s, clock=self.clock)
 
     def give_back(self, link: Link) -> None:
         """An operation is done with ``link``."""
@@ -105,6 +106,7 @@ class Peers:
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()
+        self._lock = threading.Lock()  # a thread that the child does not have may have held it
         idle, self._idle = self._idle, {}
         for links in idle.values():
             for link in links:
@@ -126,7 +128,7 @@ def run_blocking(steps: Steps[T], peers: Peers, deadline: float) -> T:
             return result
 
 
-def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Iterator[Any]:
+def iterate_blocking(steps: Steps[Any], peers: Peers, deadline: float) -> Generator[Any, None, None]:
     """Run an operation as far as each item that it emits.  Close the iterator to give the rest up."""
     return _drive(steps, peers, deadline)
 
@@ -230,7 +232,7 @@ class _Operation:
     # -- held connections
 
     def greet(self, address: str) -> Welcome:
-        link = self._links[address] = self._peers.take(address)
+        link = self._links[address] = self._peers.take(address, self.deadline)
         while link.session.welcome is None:
             left_s = min(self.deadline, link.greet_deadline) - self._clock()
             if left_s <= 0:
@@ -286,7 +288,7 @@ class _Operation:
         link = self._links.get(exchange.ask.address)
         if link is None:
             try:
-                link = self._peers.take(exchange.ask.address, fresh=fresh)
+                link = self._peers.take(exchange.ask.address, self.deadline, fresh=fresh)
             except Unavailable as error:
                 exchange.finish(Answer(Failure(error.code, error.message), [], now))
                 return None

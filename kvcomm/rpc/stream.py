@@ -98,6 +98,7 @@ class FrameStream:
         if self._closed:
             return
         self._closed = True
+        self._reading = False
         for timer in (self._stall, self._overdue):
             if timer is not None:
                 timer.cancel()
@@ -120,7 +121,9 @@ class FrameStream:
             pass  # the previous read had filled its buffer exactly
         except (OSError, Corrupt, TooLarge) as error:
             self._end(error)
-            return
+        except Exception as error:
+            self._end(error)  # a bug of whoever takes the frames in; the loop's exception handler reports it
+            raise
         self._watch_payload()
 
     def _end(self, error: Exception) -> None:

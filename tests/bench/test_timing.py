@@ -53,7 +53,7 @@ def test_who_goes_first_rotates():
     log: list[tuple[str, int]] = []
     operations = [Scripted(name, 1.0, log) for name in "abc"]
     rounds = interleave(operations, rounds=4, turn_s=1.0)
-    assert "".join(name for name, _ in log) == "abc" + "abc" + "bca" + "cab" + "abc"
+    assert "".join(name for name, _ in log) == "aabbcc" + "abc" + "bca" + "cab" + "abc"
     assert {name: len(taken) for name, taken in rounds.seconds.items()} == {"a": 4, "b": 4, "c": 4}
 
 
@@ -61,7 +61,7 @@ def test_who_goes_first_rotates():
 def test_a_turn_is_as_long_as_asked_within_bounds(takes_s: float, count: int):
     operation = Scripted("a", takes_s)
     interleave([operation], rounds=1, turn_s=0.5)
-    assert operation.log == [("a", 3), ("a", count)]
+    assert operation.log == [("a", 3), ("a", 3), ("a", count)]
 
 
 def test_names_must_differ():

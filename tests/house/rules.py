@@ -17,13 +17,13 @@ UNSAFE_LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve
 COMPOSITION_ROOTS = ("kvcomm.connect", "kvcomm.cli")
 # Heavy optional packages -> the only rooms that may name them.
 ENGINE_ROOMS = {
-    "torch": ("kvcomm.engines",),
-    "transformers": ("kvcomm.engines",),
-    "tokenizers": ("kvcomm.engines",),
-    "safetensors": ("kvcomm.engines",),
-    "accelerate": ("kvcomm.engines",),
-    "gguf": ("kvcomm.engines",),
-    "vllm": ("kvcomm.engines",),
+    "torch": ("kvcomm.engines", "kvcomm.demo"),
+    "transformers": ("kvcomm.engines", "kvcomm.demo"),
+    "tokenizers": ("kvcomm.engines", "kvcomm.demo"),
+    "safetensors": ("kvcomm.engines", "kvcomm.demo"),
+    "accelerate": ("kvcomm.engines", "kvcomm.demo"),
+    "gguf": ("kvcomm.engines", "kvcomm.demo"),
+    "vllm": ("kvcomm.engines", "kvcomm.demo"),
     "ray": ("kvcomm.engines", "controller"),
 }
 # Calls that read the world; their modules are kept out of pure code by the import contract, these are not.

@@ -18,7 +18,9 @@ def test_parse_and_str_are_inverses(text: str, address: Address) -> None:
     assert str(address) == text
 
 
-@pytest.mark.parametrize("text", ["", "127.0.0.1:80", "tcp://:80", "tcp://h", "tcp://h:65536", "tcp://h:-1", "unix://x"])
+@pytest.mark.parametrize(
+    "text", ["", "127.0.0.1:80", "tcp://:80", "tcp://h", "tcp://h:65536", "tcp://h:-1", "unix://x"]
+)
 def test_what_is_not_an_address_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an address; write tcp://host:port or unix:///path"):
         parse_address(text)

@@ -208,6 +208,21 @@ def test_another_readers_flight_is_waited_for_not_loaded_again() -> None:
     other.close(0.0)
 
 
+def test_blocks_that_land_between_the_look_and_the_claim_are_delivered() -> None:
+    near = near_with()
+
+    @dataclass
+    class Late(DictTier):
+        def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
+            for index in range(3):
+                near.put(block_of(index, "l3"))  # another reader's load ends just now
+            return (yield from super().lookup(keys))
+
+    l3 = Late("l3", {0, 1, 2})
+    assert len(run(plane(near, None, l3).fetch(KEYS[:3])).blocks) == 3
+    assert l3.gets == []
+
+
 def test_a_failed_flight_is_loaded_by_the_follower() -> None:
     near, l3 = near_with(), DictTier("l3", {0, 1, 2})
     other = near.claim([KEYS[0]], 0.0, math.inf)

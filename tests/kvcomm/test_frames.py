@@ -1,7 +1,9 @@
-"""The framing: whatever the network cuts the bytes into, the same frames come out, and nothing else is taken for one."""
+"""The framing: whatever the network cuts the bytes into, the same frames come out, and nothing else is taken
+for one."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -55,7 +57,7 @@ def test_any_cutting_gives_the_same_frames(sent: list[Sent], cuts: list[int]) ->
 @given(payload=st.binary(min_size=1, max_size=4_000), splits=st.lists(st.integers(0, 4_000), max_size=5))
 def test_a_payload_lands_in_the_pieces_that_the_sink_names(payload: bytes, splits: list[int]) -> None:
     edges = [0, *sorted(min(split, len(payload)) for split in splits), len(payload)]
-    pieces = [memoryview(bytearray(end - begin)) for begin, end in zip(edges, edges[1:], strict=False)]
+    pieces = [memoryview(bytearray(end - begin)) for begin, end in pairwise(edges)]
     reader = FrameReader(lambda request, message, payload_bytes: pieces)
     feed(reader, wire_bytes(Sent(1, Done(), payload)), [700])
     assert b"".join(pieces) == payload
@@ -74,14 +76,17 @@ def test_the_rest_of_a_payload_is_received_without_a_copy_in_between() -> None:
 
 def test_a_message_larger_than_staging_is_received() -> None:
     message = BlockGet(0, [bytes(1_000)] * 200)
-    frames = feed(FrameReader(), wire_bytes(Sent(1, message, b"")) + wire_bytes(Sent(2, Ping(), b"")), [50_000])
+    frames = feed(
+        FrameReader(), wire_bytes(Sent(1, message, b"")) + wire_bytes(Sent(2, Ping(), b"")), [50_000]
+    )
     assert [frame.message for frame in frames] == [message, Ping()]
     assert len(wire_bytes(Sent(1, message, b""))) > 2 * STAGING_BYTES
 
 
 @pytest.mark.parametrize("at", range(PREFIX_BYTES + 4))
 def test_no_frame_comes_of_a_damaged_prefix_or_message(at: int) -> None:
-    """A longer length that is within its bound is noticed when so many bytes are there: 4 MiB at most here."""
+    """A longer length that is within its bound is noticed when so many bytes are there: 4 MiB at most
+    here."""
     stream = bytearray(wire_bytes(Sent(1, Ping(), b"")) + bytes(5 << 20))
     stream[at] ^= 0x40
     with pytest.raises((Corrupt, TooLarge)):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +14,10 @@ PARCEL = st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=4)
 def test_everything_leaves_in_order_and_each_parcel_says_so_once(
     parcels: list[list[bytes]], takes: list[int]
 ) -> None:
-    outbox, left, wire, turn = Outbox(), [], b"", 0
+    outbox, wire, turn = Outbox(), b"", 0
+    left: list[tuple[int, bool]] = []
     for number, parcel in enumerate(parcels):
-        outbox.put(parcel, lambda whole, number=number: left.append((number, whole)))
+        outbox.put(parcel, partial(_note, left, number))
     while outbox:
         whole = b"".join(outbox.gather())
         assert outbox.unsent_bytes == len(whole)
@@ -27,6 +30,10 @@ def test_everything_leaves_in_order_and_each_parcel_says_so_once(
     assert outbox.unsent_bytes == 0
 
 
+def _note(left: list[tuple[int, bool]], number: int, whole: bool) -> None:
+    left.append((number, whole))
+
+
 def test_one_send_is_bounded() -> None:
     outbox = Outbox()
     outbox.put([b"x"] * (PIECES_MAX + 5))
@@ -37,7 +44,8 @@ def test_one_send_is_bounded() -> None:
 
 
 def test_only_what_was_not_begun_can_be_withdrawn() -> None:
-    outbox, left = Outbox(), []
+    outbox = Outbox()
+    left: list[bool] = []
     first = outbox.put([b"abc"], left.append)
     second = outbox.put([b"de", b"f"], left.append)
     outbox.taken(1)
@@ -52,7 +60,8 @@ def test_only_what_was_not_begun_can_be_withdrawn() -> None:
 
 
 def test_clear_lets_every_buffer_go() -> None:
-    outbox, left = Outbox(), []
+    outbox = Outbox()
+    left: list[bool] = []
     outbox.put([b"abc"], left.append)
     outbox.put([b"def"])
     outbox.taken(2)

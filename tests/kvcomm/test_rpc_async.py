@@ -90,7 +90,9 @@ def test_one_connection_carries_many_operations(server: Served, service: KeyValu
                 answer = await run_async(ask(Ask(server.address, BlockGet(0, [b"%d" % n]))), peers, soon())
                 return b"".join(answer.payload)
 
-            assert await asyncio.gather(*[get(n) for n in range(60)]) == [b"%d" % n * 1_000 for n in range(60)]
+            assert await asyncio.gather(*[get(n) for n in range(60)]) == [
+                b"%d" % n * 1_000 for n in range(60)
+            ]
             welcome = await peers.welcome(server.address, soon())
             assert (welcome.node, welcome.region) == ("n1", "/region")
 
@@ -161,7 +163,13 @@ def test_nobody_there_is_told_at_once() -> None:
         async with peers_of() as peers:
             begin = time.monotonic()
             answers = await run_async(
-                ask_all([Ask(dead_address(), PUT), Ask("unix:///nowhere/s", PUT), Ask("tcp://no.such.invalid:1", PUT)]),
+                ask_all(
+                    [
+                        Ask(dead_address(), PUT),
+                        Ask("unix:///nowhere/s", PUT),
+                        Ask("tcp://no.such.invalid:1", PUT),
+                    ]
+                ),
                 peers,
                 soon(),
             )
@@ -196,7 +204,9 @@ def test_one_request_s_timeout_leaves_the_others_alone(server: Served, service: 
     async def main() -> None:
         async with peers_of() as peers:
             answers = await run_async(
-                ask_all([Ask(server.address, PUT, timeout_s=0.05), Ask(server.address, RingGet())]), peers, soon()
+                ask_all([Ask(server.address, PUT, timeout_s=0.05), Ask(server.address, RingGet())]),
+                peers,
+                soon(),
             )
             assert (code(answers[0]), answers[1].message) == ("outcome_unknown", Done())
             await asyncio.to_thread(server.call, lambda: service.held[0](Done()))
@@ -391,7 +401,13 @@ def test_the_client_runs_on_uvloop(service: KeyValues) -> None:
     async def main(address: str) -> None:
         async with peers_of() as peers:
             answers = await run_async(
-                ask_all([Ask(address, BlockGet(0, [b"big"])), Ask(dead_address(), PUT), Ask("tcp://localhost:1", PUT)]),
+                ask_all(
+                    [
+                        Ask(address, BlockGet(0, [b"big"])),
+                        Ask(dead_address(), PUT),
+                        Ask("tcp://localhost:1", PUT),
+                    ]
+                ),
                 peers,
                 soon(),
             )
@@ -403,14 +419,14 @@ def test_the_client_runs_on_uvloop(service: KeyValues) -> None:
 
 
 def test_waiting_twice_gives_the_same_answer(service: KeyValues) -> None:
-    def steps() -> Steps[list[Answer]]:
-        [call] = yield Submit([Ask(server.address, RingGet())])
+    def steps(address: str) -> Steps[list[Answer]]:
+        [call] = yield Submit([Ask(address, RingGet())])
         return [(yield Wait(call)), (yield Wait(call))]
 
-    async def main() -> None:
+    async def main(address: str) -> None:
         async with peers_of() as peers:
-            first, second = await run_async(steps(), peers, soon())
+            first, second = await run_async(steps(address), peers, soon())
             assert first is second
 
     with served(service) as server:
-        run(main())
+        run(main(server.address))

@@ -94,7 +94,9 @@ def test_park_ends_in_time(driver: Any, timeout_s: float | None, deadline_s: flo
 def test_many_park_behind_one(driver: Any) -> None:
     flight = Flight()
     landed: list[bool] = []
-    followers = [threading.Thread(target=lambda: landed.append(driver(park(flight), soon()))) for _ in range(10)]
+    followers = [
+        threading.Thread(target=lambda: landed.append(driver(park(flight), soon()))) for _ in range(10)
+    ]
     for follower in followers:
         follower.start()
     assert flight.parked.wait(10.0)

@@ -40,7 +40,7 @@ from kvcomm.wire.messages import (
     Sibling,
 )
 from l3_shard.desk import ShardLimits
-from l3_shard.ring import decode_map, encode_map
+from l3_shard.ring import NO_RING, decode_map, encode_map
 from l3_shard.shard import RECORD_KEY_BYTES_MAX, RingChanged, Shard, WallAdjusted
 from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
 from tests.l3_shard.cluster import NODE_TENANT, TENANT, ring_map
@@ -416,6 +416,18 @@ def test_a_get_that_nobody_could_answer_is_unavailable_not_absent():
     assert bench.on(Loaded(ticket_of(load), (ONE,)), now=1.6) == []
 
 
+def test_a_state_that_contradicts_another_is_counted_and_no_answer():
+    twin = RecordState(ONE.context, [Sibling(V1.replica, 1, STAMP, b"another")])
+    bench = Bench(read=2)
+    to_b, to_c, load = sorted(bench.ask(RecordGet(1, [b"k"])), key=ticket_of)
+    bench.on(Answered(ticket_of(to_b), RecordStates([twin])))
+    assert bench.on(Loaded(ticket_of(load), (ONE,))) == []
+    effects = bench.on(Answered(ticket_of(to_c), RecordStates([RecordState({}, [V1])])))
+    (reply,) = [effect for effect in effects if isinstance(effect, Reply)]
+    assert reply.message == RecordStates([twin], degraded=True)
+    assert bench.shard.counts().contradiction_count == 1
+
+
 def test_an_unreadable_disk_asks_the_peers():
     bench = Bench()
     (load,) = bench.ask(RecordGet(1, [b"k"]))
@@ -504,6 +516,15 @@ def test_only_newer_rings_are_taken_up():
     assert bench.answer(RingGet()) == ring_map("abcd", epoch=6)
 
 
+def test_a_shard_without_a_ring_sends_askers_elsewhere_but_takes_replicas():
+    bench = Bench()
+    bench.shard = Shard(ME, f"{DRAWN}.1", NO_RING, node_tenant=NODE_TENANT, origin_ms=0)
+    for message in (RingGet(), put(), RecordGet(1, [b"k"])):
+        failure = bench.answer(message)
+        assert isinstance(failure, Failure) and failure.code == "unavailable"
+    assert len(bench.ask(RecordReplicate(1, [K], [ONE]), tenant=NODE_TENANT)) == 1
+
+
 def test_a_peer_that_is_ahead_teaches_its_map():
     bench = Bench()
     first, _ = durable(bench)
@@ -513,6 +534,31 @@ def test_a_peer_that_is_ahead_teaches_its_map():
     second = durable(bench, put(epoch=2, key=next(owned(bench))))[0]
     bench.on(Answered(second.ticket, Failure("stale_epoch", "", b"garbage")))
     assert bench.shard.counts().stale_map_count == 1
+
+
+def test_a_write_goes_out_again_under_the_newer_map_when_the_owners_are_the_same():
+    bench = Bench()
+    first, _ = durable(bench)
+    moved = ring_map("abc", epoch=2)
+    (again,) = bench.on(Answered(first.ticket, Failure("stale_epoch", "", encode_map(moved))))
+    assert again == AskPeer(ticket_of(again), first.node, RecordReplicate(2, [K], [ONE]), 1.5)
+    (reply,) = bench.on(Answered(ticket_of(again), Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+
+
+def test_a_write_whose_owners_changed_meanwhile_has_an_unknown_outcome():
+    bench = Bench()
+    first, second = durable(bench)
+    moved = Failure("stale_epoch", "", encode_map(ring_map("ade", epoch=2)))
+    assert bench.on(Answered(first.ticket, moved)) == []
+    (reply,) = bench.on(Answered(second.ticket, moved))
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "outcome_unknown"
+
+
+@pytest.mark.parametrize("message", [RecordReplicate(9, [K], [ONE]), RecordFetch(9, [K])])
+def test_replication_under_a_newer_map_is_accepted(message):
+    assert [type(effect) for effect in Bench("xyz").ask(message, tenant=NODE_TENANT)] == [Load]
 
 
 def owned(bench: Bench):

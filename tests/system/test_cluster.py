@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvcomm import Namespace, connect, connect_async
-from kvcomm.block import BlockKey
+from kvcomm.block import BlockKey, Buffer
 from kvcomm.client import Client
 from kvcomm.errors import Conflict, KVCommError, PayloadError, Refused, TooLarge, Unavailable
 from kvcomm.namespace import TenantDigest
@@ -69,6 +70,7 @@ def test_a_stream_gives_blocks_in_order(kv: Client, namespace: Namespace) -> Non
 
 def test_blocks_that_do_not_fit_are_refused_and_nothing_is_written(kv: Client, namespace: Namespace) -> None:
     good = payloads(namespace, 2)
+    bad: Sequence[Buffer]
     for bad in ([good[0], good[1][:-1]], [good[0], good[1] + b"x"], [good[0], memoryview(good[1])[::2]]):
         with pytest.raises(PayloadError, match="contiguous bytes"):
             kv.publish(namespace, TOKENS, bad)
@@ -187,7 +189,9 @@ def test_the_asyncio_face_gives_the_same(cluster: Cluster, kv: Client, namespace
     asyncio.run(agent())
 
 
-def test_fifty_readers_cause_one_load(cluster: Cluster, namespace: Namespace) -> None:
+def test_fifty_readers_cause_one_load(
+    cluster: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with cluster.client() as publisher:
         publisher.publish(namespace, TOKENS, payloads(namespace, 8))
     before = cluster.kill("pool-0", signal.SIGKILL)  # so that the only copies are in L3
@@ -202,7 +206,7 @@ def test_fifty_readers_cause_one_load(cluster: Cluster, namespace: Namespace) ->
             loads.append(len(keys))
             return get(keys, found)
 
-        l3.get = counted
+        monkeypatch.setattr(l3, "get", counted)
         barrier = threading.Barrier(50)
         hits: list[int] = []
 
@@ -321,13 +325,17 @@ def test_processes_killed_in_the_middle_of_puts_and_gets(cluster: Cluster) -> No
         worker.start()
     for name in ("pool-0", "shard-0", "pool-0"):
         before = fetched[0]
-        eventually(lambda before=before: fetched[0] > before + 1000)
+        eventually(partial(_more_than, fetched, before + 1000))
         cluster.restarted(cluster.kill(name, signal.SIGKILL))
     stop.set()
     for worker in workers:
         worker.join(60)
         assert not worker.is_alive(), "a call hangs"
     assert wrong == []
+
+
+def _more_than(counter: list[int], bound: int) -> bool:
+    return counter[0] > bound
 
 
 def test_flipped_bytes_in_the_pool_are_refused_and_l3_answers(cluster: Cluster, namespace: Namespace) -> None:

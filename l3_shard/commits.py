@@ -1,0 +1,123 @@
+"""``Commits``: carries out what a shard machine orders from its storage, without holding up the event loop.
+
+Reads are done at once: LMDB answers them from memory maps.  Writes are collected: every ``Persist`` of one
+turn of the loop, and everything that comes while a commit is under way, goes into one transaction.  Where a
+commit waits for the disk (``fsync: always``) it runs in a worker thread; else it is a memory copy and runs in
+the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+
+from kvcomm.machine import Effect, Event
+from l3_shard.replica import later
+from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.store import DiskFailed, DiskFull, RecordStore
+
+
+class Commits:
+    """For one machine on the running loop.
+
+    Args:
+        deliver: takes the events that answer the effects.
+        failed: a write or sync went wrong outside any effect; the process must end.
+    """
+
+    def __init__(
+        self, store: RecordStore, deliver: Callable[[Event], None], failed: Callable[[str], None]
+    ) -> None:
+        self._store, self._deliver, self._failed = store, deliver, failed
+        self._loop = asyncio.get_running_loop()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-commit")
+        self._waiting: list[Persist] = []
+        self._commit: asyncio.Task[None] | None = None
+        self._unsynced = False
+
+    def perform(self, effect: Effect) -> None:
+        """Carry out a ``Load``, ``Scan`` or ``Persist``."""
+        match effect:
+            case Load():
+                self._deliver(self._load(effect))
+            case Scan():
+                self._deliver(self._scan(effect))
+            case Persist():
+                self._waiting.append(effect)
+                if self._commit is None:
+                    self._commit = self._loop.create_task(self._commit_all())
+            case _:
+                raise TypeError(f"a shard's storage cannot perform {type(effect).__name__}")
+
+    async def sync_regularly(self, interval_s: float) -> None:
+        """Force what was written to the disk, for ever (policy ``interval``)."""
+        while True:
+            await asyncio.sleep(interval_s)
+            if self._unsynced:
+                self._unsynced = False
+                try:
+                    await self._loop.run_in_executor(self._worker, self._store.sync)
+                except DiskFailed as error:
+                    self._failed(error.message)
+                    return
+
+    async def close(self) -> None:
+        """Finish what was ordered, sync, and close the store.
+
+        Raises:
+            DiskFailed: the last sync failed.
+        """
+        if self._commit is not None:
+            await self._commit
+        try:
+            await self._loop.run_in_executor(self._worker, self._store.close)
+        finally:
+            self._worker.shutdown()
+
+    async def _commit_all(self) -> None:
+        """Runs from the turn after the first ``Persist``, so that the whole turn's are together."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                for outcome in await self._commit_batch(batch):
+                    self._deliver(outcome)
+        except Exception as error:
+            self._failed(f"broken invariant in a commit: {error!r}")
+            raise
+        finally:
+            self._commit = None
+
+    async def _commit_batch(self, batch: list[Persist]) -> list[Persisted]:
+        if self._store.fsync == "always":
+            return await self._loop.run_in_executor(self._worker, self._write, batch)
+        self._unsynced = True
+        return self._write(batch)
+
+    def _write(self, batch: list[Persist]) -> list[Persisted]:
+        """One transaction; when there is no room for all, what there is room for."""
+        try:
+            writes = [write for persist in batch for write in persist.writes]
+            self._store.write(writes, reduce(later, (persist.replica for persist in batch)))
+        except DiskFull as error:
+            if len(batch) > 1:
+                return [outcome for persist in batch for outcome in self._write([persist])]
+            return [Persisted(batch[0].ticket, "full", error.message)]
+        except DiskFailed as error:
+            return [Persisted(persist.ticket, "failed", error.message) for persist in batch]
+        return [Persisted(persist.ticket) for persist in batch]
+
+    def _load(self, load: Load) -> Loaded:
+        try:
+            states, damaged = self._store.load(load.keys)
+        except DiskFailed as error:
+            return Loaded(load.ticket, (), failure=error.message)
+        return Loaded(load.ticket, tuple(states), tuple(damaged))
+
+    def _scan(self, scan: Scan) -> Scanned:
+        try:
+            keys, resume = self._store.scan(scan.prefix, scan.after, scan.limit)
+        except DiskFailed as error:
+            return Scanned(scan.ticket, (), None, failure=error.message)
+        return Scanned(scan.ticket, tuple(keys), resume)

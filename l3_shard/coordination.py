@@ -1,0 +1,129 @@
+"""``Coordination``: one batch of record reads or writes, each key by one of its owners.
+
+A key goes to its first owner that is not passed over.  One that cannot be reached is replaced by the next;
+when all have failed a moment ago they are tried all the same, for an error must be true.  A newer map is
+adopted and the keys are placed again, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcomm.errors import KVCommError, OutcomeUnknown, TooLarge, Unavailable, failure_to_error
+from kvcomm.steps import Answer, Steps, ask_all
+from kvcomm.wire.messages import Failure, Message
+from l3_shard.ring import Ring
+from l3_shard.routes import WINDOW_BYTES, Routes
+
+RECORDS_MAX = 1_024
+"""Records of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is to be done; keys are named by index."""
+
+    keys: Sequence[bytes]
+    sizes: Sequence[int]
+    """Bytes that the request carries for each key."""
+    request: Callable[[int, Sequence[int]], Message]
+    """(epoch, indices) -> the request."""
+    take: Callable[[Sequence[int], Message], bool]
+    """Takes a reply; False = it does not answer the request."""
+
+
+class Coordination:
+    """One operation; run :meth:`steps` once."""
+
+    def __init__(self, routes: Routes, batch: Batch) -> None:
+        self._routes, self._batch = routes, batch
+        self._todo = list(range(len(batch.keys)))
+        self._tried: list[set[str]] = [set() for _ in batch.keys]
+        self._stale: set[int] = set()
+        self._records_max = RECORDS_MAX
+        self._done_count = 0
+        self._errors: list[KVCommError] = []
+
+    def steps(self) -> Steps[None]:
+        """Raises what went wrong, after everything else of the batch is through."""
+        while self._todo:
+            ring = self._routes.ring
+            placed = list(self._place(ring))
+            asks = [
+                self._routes.ask(node, self._batch.request(ring.epoch, indices)) for node, indices in placed
+            ]
+            answers = yield from ask_all(asks)
+            for (node, indices), answer in zip(placed, answers, strict=True):
+                self._take(node, indices, answer)
+        if self._errors:
+            raise self._verdict()
+
+    def _place(self, ring: Ring) -> Iterator[tuple[str, list[int]]]:
+        """Requests of bounded size for what is to be done."""
+        by_node: dict[str, list[int]] = {}
+        todo, self._todo = self._todo, []
+        for index in todo:
+            owners = ring.replicas(self._batch.keys[index])
+            left = [node for node in owners if node not in self._tried[index]]
+            left.sort(key=lambda node: not self._routes.healthy(node))
+            if left:
+                by_node.setdefault(left[0], []).append(index)
+            else:
+                self._errors.append(Unavailable(f"none of {len(owners)} owners of a record could be reached"))
+        for node, indices in by_node.items():
+            size = 0
+            piece: list[int] = []
+            for index in indices:
+                if piece and (
+                    len(piece) == self._records_max or size + self._batch.sizes[index] > WINDOW_BYTES
+                ):
+                    yield node, piece
+                    size, piece = 0, []
+                piece.append(index)
+                size += self._batch.sizes[index]
+            yield node, piece
+
+    def _take(self, node: str, indices: list[int], answer: Answer) -> None:
+        message = answer.message
+        if not isinstance(message, Failure):
+            if self._batch.take(indices, message):
+                self._done_count += len(indices)
+            else:
+                self._errors.append(
+                    OutcomeUnknown(f"{node} gave no answer to the question that it was asked")
+                )
+            return
+        error = failure_to_error(message.code, message.text, message.detail)
+        if self._routes.failed(node, answer):
+            self._place_again(indices)
+        elif isinstance(error, Unavailable):
+            for index in indices:
+                self._tried[index].add(node)
+            self._todo += indices
+        elif isinstance(error, TooLarge) and len(indices) > 1 and not any(self._batch.sizes):
+            self._records_max = max(1, len(indices) // 2)
+            self._todo += indices
+        else:
+            self._errors.append(error)
+
+    def _place_again(self, indices: list[int]) -> None:
+        for index in indices:
+            if index in self._stale:
+                self._errors.append(Unavailable("the ring changed twice during one request; try again"))
+            else:
+                self._stale.add(index)
+                self._tried[index].clear()
+                self._todo.append(index)
+
+    def _verdict(self) -> KVCommError:
+        """An unknown outcome is the worst; and "nothing was changed" must not be said of a batch that was
+        done in part."""
+        for error in self._errors:
+            if isinstance(error, OutcomeUnknown):
+                return error
+        if self._done_count and isinstance(self._errors[0], Unavailable) and any(self._batch.sizes):
+            return OutcomeUnknown(
+                f"{self._done_count} writes were done; of the others: {self._errors[0].message}"
+            )
+        return self._errors[0]

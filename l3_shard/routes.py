@@ -1,0 +1,94 @@
+"""``Routes``: what a client knows of the shards: the newest ring, where to call, and who failed a moment ago.
+
+One object serves many threads: the ring is replaced as a whole, and the notes on shards are single dictionary
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcomm.block import Buffer
+from kvcomm.errors import Corrupt, OutcomeUnknown, StaleEpoch, Unavailable
+from kvcomm.steps import Answer, Ask
+from kvcomm.wire.frames import Sink
+from kvcomm.wire.messages import Failure, Message, RingMap, RingNode
+from l3_shard.ring import Ring, RingError, decode_map
+
+SHUN_S = 1.0
+"""How long a shard that failed is passed over."""
+WINDOW_KEYS = 16
+WINDOW_BYTES = 8 << 20
+WINDOWS_IN_FLIGHT = 2
+"""Windows of one shard under way: it reads the next while the network carries this one."""
+
+
+@dataclass(slots=True)
+class L3Counts:
+    """What a client met, since start."""
+
+    damaged_count: int = 0
+    """Copies that failed verification."""
+    failed_count: int = 0
+    """Requests that a shard refused or did not answer."""
+    stale_count: int = 0
+    """Requests that were answered with a newer map."""
+
+
+class Routes:
+    """Raises ``RingError`` when the map contradicts itself."""
+
+    def __init__(
+        self,
+        ring_map: RingMap,
+        dial: Callable[[RingNode], str],
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.ring = Ring.from_map(ring_map)
+        self._shards = {shard.node: shard for shard in ring_map.shards}
+        self.counts = L3Counts()
+        self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
+        """Of a block copy seen lately: sizes the windows."""
+        self._dial, self._timeout_s, self._clock = dial, timeout_s, clock
+        self._shunned_until: dict[str, float] = {}
+
+    def ask(
+        self, node: str, message: Message, payload: Sequence[Buffer] = (), sink: Sink | None = None
+    ) -> Ask:
+        """A request to a shard of this ring or of the one before: another thread may have adopted a map
+        meanwhile."""
+        return Ask(self._dial(self._shards[node]), message, payload, sink, self._timeout_s)
+
+    def healthy(self, node: str) -> bool:
+        """Whether it is in the ring and did not fail a moment ago."""
+        return node in self.ring and self._shunned_until.get(node, 0.0) <= self._clock()
+
+    def block_owners(self, key: bytes) -> Iterator[str]:
+        """Who should have the block, best first, without those that failed a moment ago."""
+        return (node for node in self.ring.block_owners(key) if self.healthy(node))
+
+    def failed(self, node: str, answer: Answer) -> bool:
+        """Take note of an answer that is none; True = it brought a newer map, so that asking again makes
+        sense."""
+        message = answer.message
+        if isinstance(message, Failure) and message.code == StaleEpoch.code:
+            self.counts.stale_count += 1
+            return self._adopt(message.detail)
+        self.counts.failed_count += 1
+        if not isinstance(message, Failure) or message.code in (Unavailable.code, OutcomeUnknown.code):
+            self._shunned_until[node] = self._clock() + SHUN_S
+        return False
+
+    def _adopt(self, detail: bytes) -> bool:
+        try:
+            ring_map = decode_map(detail)
+            if ring_map.epoch > self.ring.epoch:
+                ring = Ring.from_map(ring_map)
+                now = {shard.node: shard for shard in ring_map.shards}
+                self._shards = {shard.node: shard for shard in self.ring.to_map().shards} | now
+                self.ring = ring
+        except (Corrupt, RingError):
+            return False
+        return True

@@ -1,0 +1,279 @@
+"""``run_shard``: the role shell of a shard process; the record machine, the block store, and the wire in
+front of both.
+
+Everything that decides is in ``Shard`` and in the injected ``BlockStore``; here are the clock, the timers,
+and the order of the end: stop listening, drop the connections, finish the commits, close the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcomm.block import Incarnation
+from kvcomm.blockservice import BlockService, no_region
+from kvcomm.blockstore import BlockStore, StoreUsage
+from kvcomm.credentials import NODE_TENANT, Credentials
+from kvcomm.errors import KVCommError, StaleEpoch
+from kvcomm.machine import ConnectionId, Effect, Origin
+from kvcomm.rpc import Identity
+from kvcomm.rpc.asynchronous import AsyncPeers
+from kvcomm.runtime import Runtime
+from kvcomm.serve import DataServer, ReplyFunction
+from kvcomm.wire.messages import BlockGet, BlockLookup, BlockPut, Message, RingMap, RingNode
+from l3_shard.commits import Commits
+from l3_shard.desk import ShardLimits
+from l3_shard.ring import NO_RING, encode_map
+from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
+from l3_shard.store import Fsync, RecordStore
+
+WALL_INTERVAL_S = 60.0
+"""How often the machine hears what the wall clock shows."""
+_TICK_MIN_S, _TICK_MAX_S = 0.001, 1.0
+
+
+class ShardStopped(KVCommError):
+    """The shard ended itself: a broken promise is worse than an absent process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """What a shard is made of."""
+
+    directory: Path
+    """Of the records."""
+    fsync: Fsync = "always"
+    """What a power cut may cost; see ``l3_shard.store``."""
+    fsync_interval_s: float = 0.05
+    map_bytes_max: int = 1 << 40
+    """The record database may grow to this size."""
+    limits: ShardLimits = field(default_factory=ShardLimits)
+    connect_timeout_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningShard:
+    """What the composition root registers and exports once the shard is up.  Call all of it in the loop's
+    thread."""
+
+    addresses: list[str]
+    """Bound data-wire addresses, in the order that was asked for."""
+    server: DataServer
+    ring: Callable[[], RingMap]
+    """The newest map that the shard has taken up; epoch 0 before the first."""
+    adopt: Callable[[RingMap], int]
+    """Offers a map; the epoch that the shard is at afterwards."""
+    counts: Callable[[], ShardCounts]
+    usage: Callable[[], StoreUsage]
+    """Of the blocks."""
+    story: Callable[[bytes], str]
+    record_count: Callable[[], int]
+    record_bytes: Callable[[], int]
+
+
+async def run_shard(
+    *,
+    node: str,
+    instance: str,
+    incarnation: Incarnation,
+    credentials: Credentials,
+    addresses: Sequence[str],
+    options: ShardOptions,
+    blocks: BlockStore,
+    stop: asyncio.Event,
+    ready: Callable[[RunningShard], None] = lambda shard: None,
+    region: Callable[[bytes], str] = no_region,
+    dial: Callable[[RingNode], str] = lambda peer: peer.address,
+    ring_map: RingMap = NO_RING,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Serve records and blocks until ``stop`` is set.
+
+    Args:
+        blocks: where the copies are; owned by the caller, ticked here.
+        ready: called once, when the shard can be used.
+        region: path of the shared-memory region with a tenant's blocks, or "".
+        dial: where to call another shard.
+        ring_map: the map to start with, if one is known.
+
+    Raises:
+        Refused: an address is in use, or another process owns the directory.
+        Unavailable: the directory cannot be used.
+        ShardStopped: the disk failed or an invariant broke; the message says which.
+    """
+    store = await asyncio.to_thread(
+        RecordStore, options.directory, fsync=options.fsync, map_bytes_max=options.map_bytes_max
+    )
+    try:
+        machine = Shard(
+            node,
+            store.replica,
+            ring_map,
+            node_tenant=credentials.tenant_digest(NODE_TENANT),
+            origin_ms=_origin_ms(clock),
+            limits=options.limits,
+        )
+    except BaseException:
+        store.close()
+        raise
+    identity = Identity(credentials.token(NODE_TENANT), incarnation)
+    process = _Process(machine, store, blocks, options, identity, dial, stop, clock)
+    server = DataServer(
+        ShardService(
+            machine, process.runtime, BlockService(blocks, clock, region=region, epoch=process.epoch)
+        ),
+        node=node,
+        role="shard",
+        instance=instance,
+        incarnation=incarnation,
+        credentials=credentials,
+    )
+    try:
+        ready(process.running(await server.start(addresses), server))
+        await process.tick_until_stopped()
+    finally:
+        await server.close()
+        await process.close()
+    if process.reason:
+        raise ShardStopped(process.reason)
+
+
+class _Process:
+    """The parts of a running shard and what goes on beside requests."""
+
+    def __init__(
+        self,
+        machine: Shard,
+        store: RecordStore,
+        blocks: BlockStore,
+        options: ShardOptions,
+        identity: Identity,
+        dial: Callable[[RingNode], str],
+        stop: asyncio.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self.reason = ""
+        """Why the shard ended itself."""
+        self._machine, self._store, self._blocks, self._stop, self._clock = (
+            machine,
+            store,
+            blocks,
+            stop,
+            clock,
+        )
+        self._peers = AsyncPeers(identity, connect_timeout_s=options.connect_timeout_s, clock=clock)
+        self.runtime = Runtime(
+            machine,
+            clock=clock,
+            peers=self._peers,
+            resolve=lambda node: dial(machine.ring.shard(node)),
+            perform=self._perform,
+            on_stop=self._end,
+        )
+        self._commits = Commits(store, self.runtime.deliver, self._end)
+        self._tasks = [asyncio.create_task(self._follow_wall())]
+        if options.fsync == "interval":
+            self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
+
+    def running(self, addresses: list[str], server: DataServer) -> RunningShard:
+        return RunningShard(
+            addresses,
+            server,
+            ring=self._ring,
+            adopt=self._adopt,
+            counts=self._machine.counts,
+            usage=self._blocks.usage,
+            story=self._machine.story,
+            record_count=self._store.record_count,
+            record_bytes=self._store.used_bytes,
+        )
+
+    def epoch(self) -> int:
+        return self._machine.ring.epoch
+
+    def _ring(self) -> RingMap:
+        return self._machine.ring.to_map()
+
+    async def tick_until_stopped(self) -> None:
+        """Let the block store do what is due, until the end."""
+        while not self._stop.is_set():
+            now = self._clock()
+            self._blocks.tick(now)
+            deadline = self._blocks.deadline()
+            delay_s = _TICK_MAX_S if deadline is None else min(_TICK_MAX_S, max(_TICK_MIN_S, deadline - now))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stop.wait()
+
+    async def close(self) -> None:
+        """Finish the commits under way and close the store."""
+        self.runtime.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._peers.close()
+        await self._commits.close()
+
+    def _perform(self, effect: Effect) -> None:
+        self._commits.perform(effect)
+
+    def _end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._stop.set()
+
+    def _adopt(self, ring_map: RingMap) -> int:
+        self.runtime.deliver(RingChanged(ring_map))
+        return self.epoch()
+
+    async def _follow_wall(self) -> None:
+        while True:
+            await asyncio.sleep(WALL_INTERVAL_S)
+            self.runtime.deliver(WallAdjusted(_origin_ms(self._clock)))
+
+
+class ShardService:
+    """A ``kvcomm.serve.Service``: blocks to the block service, everything else to the machine."""
+
+    def __init__(self, machine: Shard, runtime: Runtime, blocks: BlockService) -> None:
+        self._machine, self._runtime, self._blocks = machine, runtime, blocks
+
+    def welcome(self, origin: Origin) -> tuple[str, int]:
+        return self._blocks.welcome(origin)
+
+    def sink(self, origin: Origin, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        self._check_epoch(message)
+        return self._blocks.sink(origin, message, payload_bytes)
+
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        if not self._blocks.answers(message):
+            self._runtime.received(origin, message, reply)
+            return
+        if not payload:  # else the sink has looked, and a map that came meanwhile does not undo the transfer
+            self._check_epoch(message)
+        self._blocks.handle(origin, message, payload, reply)
+
+    def closed(self, connection: ConnectionId) -> None:
+        self._blocks.closed(connection)
+        self._runtime.disconnected(connection)
+
+    def _check_epoch(self, message: Message) -> None:
+        """A caller with an old map learns the new one; one with a newer map than ours is served, blocks are
+        immutable."""
+        if (
+            isinstance(message, BlockGet | BlockPut | BlockLookup)
+            and message.epoch < self._machine.ring.epoch
+        ):
+            ring = self._machine.ring
+            raise StaleEpoch(
+                f"epoch {message.epoch} is over, this is {ring.epoch}", encode_map(ring.to_map())
+            )
+
+
+def _origin_ms(clock: Callable[[], float]) -> int:
+    return int((time.time() - clock()) * 1_000)

@@ -1,0 +1,424 @@
+"""``RecordStore``: one shard's records on disk, in LMDB.
+
+Layout of the directory::
+
+    data.mdb, lock.mdb    LMDB: database "records" (stored key -> value), database "meta" (the replica id)
+    owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether it
+    closed lock                  held with flock while a process owns the directory data.mdb.suspect      a
+    database that a power cut may have damaged, set aside (one at most)
+
+A value describes itself: ``version u8 | flags u8 | zero (6) | xxh3-64 of head, key and body | body (msgpack
+RecordState)``. The key is in the checksum, so a value that LMDB returns for another key is noticed too.  A
+value that fails verification is reported as damaged and never served.
+
+**What a crash costs, by fsync policy**
+
+=========
+===================================================================================================== always
+Nothing, ever: a write is acknowledged when it is synced.  A commit takes the disk's fsync time (and runs
+           in a worker thread; commits that come meanwhile share the next fsync).
+interval   Process crash, ``kill -9``: nothing.  Power cut or kernel crash: LMDB without ordered writes may
+lose more
+           than the last interval, so the whole file is set aside, and the shard starts empty under a new
+           replica id and is refilled by its peers.
+never      As ``interval``; in addition the window has no bound, so peers that lose power together lose
+together.
+=========
+=====================================================================================================
+
+**The replica id** is stored with the records and kept as long as their last state is certain (see
+``l3_shard.replica``). A new one is drawn when the directory is empty, when the database was set aside, and
+when it is another file than the one its last owner used: a copy or a restored backup, whose records are kept
+but whose counters may be behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import lmdb
+import msgspec
+from xxhash import xxh3_64
+
+from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
+from kvcomm.wire.messages import RecordState
+from l3_shard import dvv
+from l3_shard.replica import first_replica, later
+
+Fsync = Literal["always", "interval", "never"]
+
+MAP_BYTES_MIN = 64 << 20
+SCAN_LOOKED_MAX = 4_096
+"""Records that one ``scan`` looks at."""
+READERS_MAX = 126
+RESERVE_BYTES = 16 << 20
+"""Writes are refused when less than this would stay free on the file system."""
+WRITE_BYTES = 32 << 10
+"""Pages that one write may touch on its way to the root."""
+
+_HEAD = struct.Struct("<BB6xQ")
+_VERSION = 1
+_ALIVE = 1
+_REPLICA = b"replica"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_decoder = msgspec.msgpack.Decoder(RecordState)
+
+
+class DiskFull(Unavailable):
+    """There is no room for the write; nothing of it was written.  Free space or raise the store's limit."""
+
+    code = "unavailable"
+
+
+class DiskFailed(KVCommError):
+    """The disk refused a write or a sync: what is on it is unknown, and nothing may be acknowledged any
+    more."""
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """``owner.msgpack``."""
+
+    fsync: str
+    boot: str
+    inode: int
+    device: int
+    closed: bool
+
+
+def encode_value(key: bytes, state: RecordState) -> bytes:
+    """The stored form of a record."""
+    body = msgspec.msgpack.encode(state)
+    flags = _ALIVE if dvv.alive(state) else 0
+    return _HEAD.pack(_VERSION, flags, _checksum(flags, key, body)) + body
+
+
+def decode_value(key: bytes, value: bytes) -> RecordState:
+    """The inverse of :func:`encode_value`.
+
+    Raises:
+        Corrupt: the bytes are not what was stored under ``key``.
+    """
+    if len(value) < _HEAD.size:
+        raise Corrupt("a stored record is truncated")
+    version, flags, checksum = _HEAD.unpack_from(value)
+    body = value[_HEAD.size :]
+    if version != _VERSION or checksum != _checksum(flags, key, body):
+        raise Corrupt("a stored record does not match its checksum")
+    return _decoder.decode(body)
+
+
+def _checksum(flags: int, key: bytes, body: bytes) -> int:
+    digest = xxh3_64(bytes((_VERSION, flags)) + len(key).to_bytes(4, "little") + key)
+    digest.update(body)
+    return digest.intdigest()
+
+
+def _free_bytes(directory: Path) -> int:
+    at = os.statvfs(directory)
+    return at.f_bavail * at.f_frsize
+
+
+class RecordStore:
+    """The records of one shard.  ``write`` and ``sync`` may run in one worker thread while the others run in
+    another.
+
+    Args:
+        directory: made if missing; owned by this store until :meth:`close`.
+        fsync: see the module.
+        map_bytes_max: the database may grow to this size; then writes raise ``DiskFull``.
+        draw: makes the random part of a new replica id.
+        boot: names the machine's current boot; a process crash and a power cut are told apart by it.
+        free_bytes: room on the file system of a directory.
+
+    Raises:
+        Refused: another process owns the directory.
+        Unavailable: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fsync: Fsync = "always",
+        map_bytes_max: int = 1 << 40,
+        draw: Callable[[], str] = lambda: secrets.token_hex(8),
+        boot: str | None = None,
+        free_bytes: Callable[[Path], int] = _free_bytes,
+    ) -> None:
+        self.fsync: Fsync = fsync
+        self.damaged_count = 0
+        """Records whose bytes failed verification, since start."""
+        self._directory = directory
+        self._free_bytes = free_bytes
+        self._map_bytes_max = max(map_bytes_max, MAP_BYTES_MIN)
+        self._boot = _boot() if boot is None else boot
+        self._resize = threading.Lock()  # LMDB's map may grow only while nobody in the process reads
+        self._closed = False
+        with _as_unavailable(directory):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = _lock(directory)
+        try:
+            with _as_unavailable(directory):
+                intact = self._set_aside_what_may_be_damaged()
+                self._open()
+                self._environment.sync(True)  # what a crashed owner had not: from here on it counts as ours
+                self.replica = self._replica_of_this_state(draw, intact)
+                self._write_owner(closed=False)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def load(self, keys: Sequence[bytes]) -> tuple[list[RecordState | None], list[bytes]]:
+        """(states in the order of ``keys``, keys whose bytes failed verification).
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        states: list[RecordState | None] = []
+        damaged: list[bytes] = []
+        with self._reading() as transaction:
+            for key in keys:
+                value = transaction.get(key, db=self._records)
+                try:
+                    states.append(None if value is None else decode_value(key, bytes(value)))
+                except (Corrupt, msgspec.DecodeError):
+                    states.append(None)
+                    damaged.append(key)
+        self.damaged_count += len(damaged)
+        return states, damaged
+
+    def write(self, writes: Sequence[tuple[bytes, RecordState]], replica: str) -> None:
+        """Write records and the replica id, all or nothing, durable as the policy says.
+
+        Raises:
+            DiskFull: no room; nothing was written.
+            DiskFailed: a write or sync failed; end the process.
+        """
+        values = [(key, encode_value(key, state)) for key, state in writes]
+        self._check_room(sum(len(value) for _, value in values) + WRITE_BYTES * len(values))
+        while True:
+            try:
+                self._commit(values, replica)
+            except lmdb.MapFullError as error:
+                self._grow(sum(len(value) for _, value in values), error)
+            except lmdb.Error as error:
+                raise _full_or_failed(error) from error
+            else:
+                self.replica = later(self.replica, replica)
+                return
+
+    def sync(self) -> None:
+        """Force what was written to the disk (policy ``interval``).
+
+        Raises:
+            DiskFailed: it did not get there; end the process.
+        """
+        try:
+            self._environment.sync(True)
+        except lmdb.Error as error:
+            raise DiskFailed(f"fsync failed: {error}") from error
+
+    def scan(self, prefix: bytes, after: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` keys of living records that start with ``prefix`` and are above ``after``, in
+        order, and where to go on (``None`` = there are no more).  Looks at ``SCAN_LOOKED_MAX`` records at
+        most.
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        keys: list[bytes] = []
+        with self._reading() as transaction, transaction.cursor(db=self._records) as cursor:
+            found = cursor.set_range(max(prefix, after))
+            if found and cursor.key() == after:
+                found = cursor.next()
+            last = after
+            for _ in range(SCAN_LOOKED_MAX):
+                key = bytes(cursor.key())
+                if not found or not key.startswith(prefix):
+                    return keys, None
+                if len(keys) == limit:
+                    return keys, last
+                last = key
+                if cursor.value()[1:2] != b"\x00":  # a damaged one is named too: reading it will repair it
+                    keys.append(key)
+                found = cursor.next()
+        return keys, last
+
+    def record_count(self) -> int:
+        """Records, tombstones included."""
+        with self._reading() as transaction:
+            return int(transaction.stat(self._records)["entries"])
+
+    def used_bytes(self) -> int:
+        """Size of the database file."""
+        return (self._directory / "data.mdb").stat().st_size
+
+    def close(self) -> None:
+        """Sync, note that the directory was left in order, and let it go.  Idempotent.
+
+        Raises:
+            DiskFailed: the last sync failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.sync()
+            self._write_owner(closed=True)
+        finally:
+            self._environment.close()
+            os.close(self._lock)
+
+    # -- opening
+
+    def _set_aside_what_may_be_damaged(self) -> bool:
+        """Whether the database is the one that its last owner used, with nothing lost."""
+        owner, data = self._read_owner(), self._directory / "data.mdb"
+        if owner is None or not data.exists():
+            return False
+        same_boot = self._boot != "" and owner.boot == self._boot
+        if not (owner.closed or owner.fsync == "always" or same_boot):
+            data.replace(self._directory / "data.mdb.suspect")
+            (self._directory / "lock.mdb").unlink(missing_ok=True)
+            return False
+        at = data.stat()
+        return (owner.inode, owner.device) == (at.st_ino, at.st_dev)
+
+    def _open(self) -> None:
+        self._environment = lmdb.open(
+            str(self._directory),
+            map_size=max(MAP_BYTES_MIN, self._file_bytes()),
+            max_dbs=4,
+            max_readers=READERS_MAX,
+            sync=self.fsync == "always",
+            metasync=self.fsync == "always",
+            mode=0o600,
+        )
+        self._records = self._environment.open_db(b"records")
+        self._meta = self._environment.open_db(b"meta")
+
+    def _file_bytes(self) -> int:
+        data = self._directory / "data.mdb"
+        return data.stat().st_size if data.exists() else 0
+
+    def _replica_of_this_state(self, draw: Callable[[], str], intact: bool) -> str:
+        with self._reading() as transaction:
+            stored = transaction.get(_REPLICA, db=self._meta)
+        if stored is not None and intact:
+            return bytes(stored).decode()
+        replica = first_replica(draw())
+        self._commit([], replica)
+        self._environment.sync(True)
+        return replica
+
+    def _read_owner(self) -> _Owner | None:
+        try:
+            return msgspec.msgpack.decode((self._directory / "owner.msgpack").read_bytes(), type=_Owner)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def _write_owner(self, *, closed: bool) -> None:
+        at = (self._directory / "data.mdb").stat()
+        owner = _Owner(self.fsync, self._boot, at.st_ino, at.st_dev, closed)
+        _replace_durably(self._directory / "owner.msgpack", msgspec.msgpack.encode(owner))
+
+    # -- transactions
+
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        with self._resize:
+            try:
+                with self._environment.begin() as transaction:
+                    yield transaction
+            except lmdb.Error as error:
+                raise DiskFailed(f"the record database cannot be read: {error}") from error
+
+    def _commit(self, values: Sequence[tuple[bytes, bytes]], replica: str) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for key, value in values:
+                transaction.put(key, value, db=self._records)
+            stored = transaction.get(_REPLICA, db=self._meta)
+            newest = replica if stored is None else _newest(bytes(stored).decode(), replica)
+            transaction.put(_REPLICA, newest.encode(), db=self._meta)
+
+    def _check_room(self, need_bytes: int) -> None:
+        """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
+        free_bytes = self._free_bytes(self._directory)
+        if free_bytes < RESERVE_BYTES + 2 * need_bytes:
+            raise DiskFull(f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}")
+
+    def _grow(self, need_bytes: int, error: lmdb.Error) -> None:
+        """Double the map.  Address space costs nothing; the file grows with what is written."""
+        with self._resize:
+            size = self._environment.info()["map_size"]
+            if size >= self._map_bytes_max:
+                raise DiskFull(f"the record database has its largest size, {size} bytes: {error}") from error
+            self._environment.set_mapsize(min(self._map_bytes_max, max(2 * size, size + 4 * need_bytes)))
+
+
+def _newest(stored: str, replica: str) -> str:
+    same = stored.partition(".")[0] == replica.partition(".")[0]
+    return later(stored, replica) if same else replica
+
+
+def _full_or_failed(error: lmdb.Error) -> KVCommError:
+    """LMDB writes pages before it syncs and names them last: an error that says "no room" came before
+    anything counted."""
+    if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _NO_ROOM):
+        return DiskFull(f"no room for the record database: {error}")
+    return DiskFailed(f"the record database could not be written: {error}")
+
+
+def _boot() -> str:
+    """Empty where the system does not name its boots: then every unclean start counts as a power cut."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _lock(directory: Path) -> int:
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise Refused(f"another process owns {directory}; two shards cannot share a directory") from None
+    return descriptor
+
+
+def _replace_durably(path: Path, data: bytes) -> None:
+    """The file has the old or the new content after any crash."""
+    beside = path.with_suffix(".new")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def _as_unavailable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"the shard's directory {directory} cannot be used: {error}") from error
+    except lmdb.Error as error:
+        raise Unavailable(f"the record database in {directory} cannot be opened: {error}") from error

@@ -1,0 +1,232 @@
+"""``L3Tier``: the client's side of the shards: blocks by the ring, records by a coordinator.
+
+Theory of operation.  The ring says which shards hold a key; a request carries the ring's epoch, and a shard
+that knows a newer map sends it along instead of an answer, which is adopted and the request repeated once.  A
+shard that failed is passed over for ``SHUN_S``.
+
+* **Blocks** (``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about ``WINDOW_BYTES``,
+  a few under way a shard.  Every copy is verified after it arrived; what is missing or damaged is asked from
+  the next owner, and is a miss when there is none.
+* **Records** (``coordination``): the first owner that can be reached coordinates.  A write whose outcome is
+  unknown is never sent again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvcomm.block import BlockKey
+from kvcomm.errors import Refused, TooLarge, Unavailable, failure_to_error
+from kvcomm.steps import Steps, ask_all
+from kvcomm.tier import Block, BlockCopy, Presence, PutStatus, RecordAnswer, TierName
+from kvcomm.wire.messages import (
+    KEYS_MAX,
+    BlockLookup,
+    BlockPresence,
+    Failure,
+    Message,
+    RecordGet,
+    RecordKeys,
+    RecordPut,
+    RecordScan,
+    RecordState,
+    RecordStates,
+    RecordVersion,
+    RecordVersions,
+    RecordWrite,
+    RingMap,
+    RingNode,
+)
+from l3_shard.coordination import Batch, Coordination
+from l3_shard.fetching import Fetching
+from l3_shard.ring import Ring
+from l3_shard.routes import L3Counts, Routes
+from l3_shard.storing import Storing
+
+SCAN_KEYS = 4_096
+"""Names of one scan answer."""
+
+
+class L3Tier:
+    """A ``kvcomm.tier.Tier`` and ``kvcomm.tier.Records``; one may serve many threads.
+
+    Args:
+        ring_map: a map of the cluster, not necessarily the newest.
+        dial: where to call a shard.
+        timeout_s: a request is given up after so long, and its shard counts as failed.
+        clock: monotonic seconds, for how long a shard is passed over.
+
+    Raises:
+        RingError: the map contradicts itself.
+    """
+
+    name: TierName = "l3"
+
+    def __init__(
+        self,
+        ring_map: RingMap,
+        *,
+        dial: Callable[[RingNode], str] = lambda shard: shard.address,
+        timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routes = Routes(ring_map, dial, timeout_s, clock)
+
+    @property
+    def ring(self) -> Ring:
+        """The newest ring that this tier has heard of."""
+        return self._routes.ring
+
+    @property
+    def counts(self) -> L3Counts:
+        return self._routes.counts
+
+    # -- blocks
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
+        """Which keys the first healthy owner has; ``None`` where no owner answered.  One round trip, two when
+        our map is old."""
+        found: list[Presence] = [None] * len(keys)
+        todo = list(range(len(keys)))
+        for _ in range(2):
+            placed = self._first_owners(keys, todo)
+            epoch = self._routes.ring.epoch
+            asks = [
+                self._routes.ask(node, BlockLookup(epoch, [keys[index] for index in indices]))
+                for node, indices in placed
+            ]
+            answers = yield from ask_all(asks)
+            todo = []
+            for (node, indices), answer in zip(placed, answers, strict=True):
+                message = answer.message
+                if isinstance(message, BlockPresence) and len(message.present) == len(indices):
+                    for index, present in zip(indices, message.present, strict=True):
+                        found[index] = bool(present)
+                elif self._routes.failed(node, answer):
+                    todo += indices
+            if not todo:
+                break
+        return found
+
+    def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
+        """See ``Tier.get``.  Never raises for lost, damaged or unreachable copies: they are skipped."""
+        yield from Fetching(self._routes, keys, found).steps()
+
+    def put(self, copies: Sequence[BlockCopy]) -> Steps[list[PutStatus]]:
+        """See ``Tier.put``.  A copy goes to all its owners; the best that one of them said is its status."""
+        return (yield from Storing(self._routes, copies).steps())
+
+    def _first_owners(self, keys: Sequence[bytes], indices: Sequence[int]) -> list[tuple[str, list[int]]]:
+        """Indices by the first owner that is not passed over, in pieces of bounded size; those without one
+        are left out."""
+        by_node: dict[str, list[int]] = {}
+        for index in indices:
+            owner = next(self._routes.block_owners(keys[index]), None)
+            if owner is not None:
+                by_node.setdefault(owner, []).append(index)
+        return [
+            (node, theirs[begin : begin + KEYS_MAX])
+            for node, theirs in by_node.items()
+            for begin in range(0, len(theirs), KEYS_MAX)
+        ]
+
+    # -- records
+
+    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+        """See ``Records.record_get``.
+
+        Raises:
+            Unavailable: no owner of some key answered.
+        """
+        said = yield from self.record_states(keys)
+        return [_record_answer(state, said.degraded) for state in said.states]
+
+    def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
+        """The replicated states themselves, one a key; raises as :meth:`record_get`."""
+        states: dict[int, RecordState | None] = {}
+        degraded = False
+
+        def request(epoch: int, indices: Sequence[int]) -> Message:
+            return RecordGet(epoch, [keys[index] for index in indices])
+
+        def take(indices: Sequence[int], message: Message) -> bool:
+            if not isinstance(message, RecordStates) or len(message.states) != len(indices):
+                return False
+            nonlocal degraded
+            degraded |= message.degraded
+            states.update(zip(indices, message.states, strict=True))
+            return True
+
+        yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
+        return RecordStates([states[index] for index in range(len(keys))], degraded)
+
+    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+        """See ``Records.record_put``.
+
+        Raises:
+            Unavailable: no owner of some key could be reached; nothing was written.
+            OutcomeUnknown: some of the batch was or may have been written.
+            Conflict: a record has its most siblings already, or a context was not read from it.
+            TooLarge: a value, a name or a record is over its limit.
+        """
+        versions: dict[int, RecordVersion] = {}
+
+        def request(epoch: int, indices: Sequence[int]) -> Message:
+            return RecordPut(epoch, [writes[index] for index in indices])
+
+        def take(indices: Sequence[int], message: Message) -> bool:
+            if not isinstance(message, RecordVersions) or len(message.versions) != len(indices):
+                return False
+            versions.update(zip(indices, message.versions, strict=True))
+            return True
+
+        sizes = [len(write.key) + len(write.value or b"") for write in writes]
+        batch = Batch([write.key for write in writes], sizes, request, take)
+        yield from Coordination(self._routes, batch).steps()
+        return [versions[index] for index in range(len(writes))]
+
+    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
+        """Names of the records under ``prefix``, sorted: what all shards together name.
+
+        An acknowledged record is on ``write_quorum`` shards, so fewer than that may be missing from the
+        answers.
+
+        Raises:
+            Unavailable: too many shards did not answer.
+            TooLarge, Refused: the prefix is too long, or a shard is busy.
+        """
+        ring = self._routes.ring
+        names: set[bytes] = set()
+        missing: list[str] = []
+        after: dict[str, bytes] = dict.fromkeys(ring.names, b"")
+        while after:
+            asks = [
+                self._routes.ask(node, RecordScan(prefix, last, SCAN_KEYS)) for node, last in after.items()
+            ]
+            answers = yield from ask_all(asks)
+            further: dict[str, bytes] = {}
+            for node, answer in zip(after, answers, strict=True):
+                if isinstance(answer.message, Failure) and answer.message.code in (
+                    Refused.code,
+                    TooLarge.code,
+                ):
+                    raise failure_to_error(answer.message.code, answer.message.text)
+                if not isinstance(answer.message, RecordKeys):
+                    self._routes.failed(node, answer)
+                    missing.append(node)
+                    continue
+                names.update(answer.message.keys)
+                if len(answer.message.keys) >= SCAN_KEYS:
+                    further[node] = answer.message.keys[-1]
+            after = further
+        if len(missing) >= min(ring.to_map().write_quorum, len(ring.names)):
+            raise Unavailable(f"the names may be incomplete: {', '.join(missing)} did not answer")
+        return sorted(names)
+
+
+def _record_answer(state: RecordState | None, degraded: bool) -> RecordAnswer:
+    if state is None:
+        return RecordAnswer((), {}, degraded)
+    values = tuple(sibling.value for sibling in state.siblings if sibling.value is not None)
+    return RecordAnswer(values, state.context, degraded)

@@ -1,0 +1,135 @@
+"""``DictStore``: a ``BlockStore`` that keeps every copy in a buffer of its own; the floor's tests serve from
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcomm.block import BlockKey, verify_copy
+from kvcomm.blockstore import StoreUsage
+from kvcomm.errors import Corrupt
+from kvcomm.wire.messages import BlockItem, Grant, Want
+
+TTL_S = 10.0
+
+
+@dataclass
+class Copy:
+    key: BlockKey
+    tenant: bytes
+    buffer: bytearray
+    holder: int
+    expires_at: float
+    leases: int = 0
+
+
+@dataclass
+class DictLease:
+    of: Copy
+    released: bool = False
+
+    @property
+    def copy(self) -> memoryview:
+        return memoryview(self.of.buffer).toreadonly()
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self.of.leases -= 1
+
+
+@dataclass
+class DictStore:
+    capacity_bytes: int = 64 << 20
+    copy_bytes_max: int = 8 << 20
+    copies: dict[BlockKey, Copy] = field(default_factory=dict)
+    reserved: dict[int, Copy] = field(default_factory=dict)
+    released: list[int] = field(default_factory=list)
+    next_token: int = 1
+
+    def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
+        return [key in self.copies and self.copies[key].tenant == tenant for key in keys]
+
+    def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
+        self.tick(now)
+        return [self._reserve(want, holder, tenant, now) for want in wants]
+
+    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float) -> Grant:
+        key = BlockKey(want.key)
+        if key in self.copies:
+            return Grant("present")
+        if any(copy.key == key for copy in self.reserved.values()):
+            return Grant("pending")
+        if want.copy_bytes > self.copy_bytes_max:
+            return Grant("too_large")
+        if self.usage().used_bytes + want.copy_bytes > self.capacity_bytes:
+            return Grant("full")
+        token, self.next_token = self.next_token, self.next_token + 1
+        self.reserved[token] = Copy(key, tenant, bytearray(want.copy_bytes), holder, now + TTL_S)
+        return Grant("granted", token, 0, token)
+
+    def extent(self, token: int) -> memoryview:
+        return memoryview(self.reserved[token].buffer)
+
+    def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
+        self.tick(now)
+        return [self._publish(token, holder, verify) for token in tokens]
+
+    def _publish(self, token: int, holder: int, verify: bool) -> str:
+        copy = self.reserved.get(token)
+        if copy is None or copy.holder != holder:
+            return "expired"
+        del self.reserved[token]
+        try:
+            header = verify_copy(copy.buffer, copy.key) if verify else None
+        except Corrupt:
+            return "corrupt"
+        if header is not None and header.tenant != copy.tenant:
+            return "corrupt"
+        self.copies[copy.key] = copy
+        return "published"
+
+    def abort(self, tokens: Sequence[int], holder: int) -> None:
+        for token in tokens:
+            if token in self.reserved and self.reserved[token].holder == holder:
+                del self.reserved[token]
+
+    def lease(self, key: BlockKey, tenant: bytes) -> DictLease | None:
+        copy = self.copies.get(key)
+        if copy is None or copy.tenant != tenant:
+            return None
+        copy.leases += 1
+        return DictLease(copy)
+
+    def quarantine(self, key: BlockKey) -> None:
+        self.copies.pop(key, None)
+
+    def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
+        return (100, min(slots, 8), 1 << 20)
+
+    def release_holder(self, holder: int) -> None:
+        self.released.append(holder)
+        self.reserved = {token: copy for token, copy in self.reserved.items() if copy.holder != holder}
+
+    def tick(self, now: float) -> None:
+        self.reserved = {token: copy for token, copy in self.reserved.items() if copy.expires_at > now}
+
+    def deadline(self) -> float | None:
+        return min((copy.expires_at for copy in self.reserved.values()), default=None)
+
+    def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
+        mine = sorted(key for key, copy in self.copies.items() if key > after and copy.tenant == tenant)
+        return [BlockItem(key, len(self.copies[BlockKey(key)].buffer)) for key in mine[:limit]]
+
+    def usage(self) -> StoreUsage:
+        everything = [*self.copies.values(), *self.reserved.values()]
+        used_bytes = sum(len(copy.buffer) for copy in everything)
+        reserved_bytes = sum(len(copy.buffer) for copy in self.reserved.values())
+        pinned_bytes = sum(len(copy.buffer) for copy in everything if copy.leases)
+        return StoreUsage(
+            self.capacity_bytes, used_bytes, reserved_bytes, pinned_bytes, len(self.copies), 0, 0
+        )
+
+    def check(self) -> None:
+        assert all(copy.leases >= 0 for copy in self.copies.values())

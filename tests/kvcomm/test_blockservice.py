@@ -1,0 +1,269 @@
+"""Block messages over real sockets, served from a store of the port ``BlockStore``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from kvcomm import blockservice
+from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
+from kvcomm.blockservice import BlockService
+from kvcomm.errors import Refused, TooLarge
+from kvcomm.rpc import Connection, Identity
+from kvcomm.steps import Ask
+from kvcomm.wire.frames import encode_frame
+from kvcomm.wire.messages import (
+    KEYS_MAX,
+    BlockAbort,
+    BlockCopies,
+    BlockGet,
+    BlockItem,
+    BlockList,
+    BlockListed,
+    BlockLookup,
+    BlockPresence,
+    BlockPublish,
+    BlockPublished,
+    BlockPut,
+    BlockReserve,
+    BlockReserved,
+    BlockStored,
+    Done,
+    Grant,
+    Message,
+    PinOpen,
+    PinRange,
+    RecordScan,
+    RingGet,
+    Want,
+)
+from tests.blockstores import DictStore
+from tests.namespaces import namespace
+from tests.peers import CREDENTIALS, IDENTITY, Served, served, soon, until
+
+NAMESPACE = namespace(head_dim=256, layers=4).for_tenant(CREDENTIALS.tenant_digest("acme"))
+
+
+def make_copies(count: int) -> dict[BlockKey, bytes]:
+    """Whole copies, ``header | payload``, of a chain of blocks with random payloads."""
+    keys = block_keys(NAMESPACE, range(count * NAMESPACE.block_tokens))
+    copies, parent = {}, NO_PARENT
+    for index, key in enumerate(keys):
+        payload = os.urandom(NAMESPACE.block_bytes)
+        header = header_for(
+            NAMESPACE, key, parent, memoryview(payload), logical_start=16 * index, producer=Incarnation(5)
+        )
+        copies[key] = header.pack() + payload
+        parent = key
+    return copies
+
+
+COPIES = make_copies(6)
+KEYS: list[BlockKey] = list(COPIES)
+ABSENT = BlockKey(b"\xff" * 32)
+COPY_BYTES = len(COPIES[KEYS[0]])
+
+
+def wants(*keys: bytes, copy_bytes: int = COPY_BYTES) -> list[Want]:
+    return [Want(key, copy_bytes) for key in keys]
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def server(store: DictStore) -> Iterator[Served]:
+    with served(
+        BlockService(store, time.monotonic, region=lambda tenant: "/r/" + tenant.hex(), epoch=lambda: 9)
+    ) as s:
+        yield s
+
+
+@pytest.fixture
+def connection(server: Served) -> Iterator[Connection]:
+    with closing(Connection.open(server.address, IDENTITY, soon())) as opened:
+        yield opened
+
+
+def call(connection: Connection, message: Message, payload: list[bytes] | None = None) -> Message:
+    return connection.call(message, payload or [], deadline=soon()).message
+
+
+def put(connection: Connection, *keys: BlockKey) -> Message:
+    return call(connection, BlockPut(0, wants(*keys)), [COPIES[key] for key in keys])
+
+
+def test_welcome_names_the_tenant_s_region_and_the_epoch(connection: Connection) -> None:
+    assert connection.welcome.region == "/r/" + CREDENTIALS.tenant_digest("acme").hex()
+    assert connection.welcome.epoch == 9
+
+
+def test_put_is_received_in_place_and_get_sends_it_back(connection: Connection, store: DictStore) -> None:
+    assert put(connection, *KEYS[:3]) == BlockStored(["stored"] * 3)
+    assert {key: bytes(copy.buffer) for key, copy in store.copies.items()} == {k: COPIES[k] for k in KEYS[:3]}
+    frame = connection.call(BlockGet(0, [KEYS[2], ABSENT, KEYS[0]]), deadline=soon())
+    assert frame.message == BlockCopies([COPY_BYTES, 0, COPY_BYTES])
+    assert b"".join(frame.payload) == COPIES[KEYS[2]] + COPIES[KEYS[0]]
+
+
+def test_leases_are_held_until_the_bytes_have_left_and_no_longer(
+    connection: Connection, store: DictStore
+) -> None:
+    put(connection, *KEYS)
+    connection.call(BlockGet(0, [*KEYS]), deadline=soon())
+    until(lambda: all(copy.leases == 0 for copy in store.copies.values()))
+    assert store.usage().pinned_bytes == 0
+
+
+def test_a_lease_does_not_outlive_a_reader_that_vanishes(server: Served, store: DictStore) -> None:
+    with closing(Connection.open(server.address, IDENTITY, soon())) as writer:
+        put(writer, KEYS[0])
+    copy = replace(store.copies[KEYS[0]], buffer=bytearray(32 << 20))  # more than the sockets take
+    store.copies[KEYS[0]] = copy
+    reader = Connection.open(server.address, IDENTITY, soon())
+    reader._operation._submit([Ask(server.address, BlockGet(0, [KEYS[0]]))])
+    until(lambda: copy.leases == 1)
+    reader.close()
+    until(lambda: copy.leases == 0)
+
+
+def test_the_first_copy_wins_and_the_second_is_thrown_away(connection: Connection, store: DictStore) -> None:
+    put(connection, KEYS[1])
+    assert put(connection, KEYS[0], KEYS[1], KEYS[2]) == BlockStored(["stored", "present", "stored"])
+    assert bytes(store.copies[KEYS[2]].buffer) == COPIES[KEYS[2]]
+
+
+def test_a_batch_that_does_not_fit_stores_what_does(connection: Connection, store: DictStore) -> None:
+    store.capacity_bytes = 2 * COPY_BYTES
+    store.copy_bytes_max = COPY_BYTES
+    big = bytes(COPY_BYTES + 1)
+    message = BlockPut(0, [*wants(KEYS[0]), *wants(KEYS[5], copy_bytes=len(big)), *wants(KEYS[1], KEYS[2])])
+    statuses = call(connection, message, [COPIES[KEYS[0]], big, COPIES[KEYS[1]], COPIES[KEYS[2]]])
+    assert statuses == BlockStored(["stored", "too_large", "stored", "full"])
+    assert sorted(store.copies) == sorted(KEYS[:2])
+
+
+def test_damaged_bytes_are_not_stored(connection: Connection, store: DictStore) -> None:
+    damaged = bytearray(COPIES[KEYS[0]])
+    damaged[-1] ^= 1
+    statuses = call(connection, BlockPut(0, wants(*KEYS[:2])), [bytes(damaged), COPIES[KEYS[1]]])
+    assert statuses == BlockStored(["corrupt", "stored"])
+    assert put(connection, KEYS[0]) == BlockStored(["stored"])
+
+
+def test_a_put_that_lost_its_reservation_says_so(store: DictStore) -> None:
+    now = [0.0]
+    with (
+        served(BlockService(store, lambda: now[0])) as server,
+        closing(Connection.open(server.address, IDENTITY, soon())) as connection,
+    ):
+        [grant] = call(connection, BlockReserve(wants(KEYS[0]))).grants  # type: ignore[attr-defined]
+        now[0] = 60.0
+        assert call(connection, BlockPublish([grant.token])) == BlockPublished(["expired"])
+        assert put(connection, KEYS[0]) == BlockStored(["stored"])
+
+
+def test_a_writer_that_dies_inside_a_put_leaves_the_key_writable(
+    server: Served, store: DictStore, connection: Connection
+) -> None:
+    dying = Connection.open(server.address, IDENTITY, soon())
+    whole = b"".join(encode_frame(1, BlockPut(0, wants(*KEYS[:2])), [COPIES[key] for key in KEYS[:2]]))
+    dying._operation._links[server.address]._socket.sendall(whole[: COPY_BYTES + 1_000])
+    until(lambda: len(store.reserved) == 2)
+    assert put(connection, KEYS[0]) == BlockStored(["pending"])
+    dying.close()
+    until(lambda: not store.reserved)
+    assert put(connection, *KEYS[:2]) == BlockStored(["stored"] * 2)
+
+
+def test_a_put_whose_payload_is_not_what_it_names_reserves_nothing(
+    connection: Connection, store: DictStore
+) -> None:
+    with pytest.raises(Refused, match="not as long as"):
+        call(connection, BlockPut(0, wants(*KEYS[:2])), [COPIES[KEYS[0]]])
+    with pytest.raises(Refused, match="without copies"):
+        call(connection, BlockPut(0, wants(KEYS[0])))
+    with pytest.raises(Refused, match="takes no payload"):
+        call(connection, RingGet(), [b"x"])
+    with pytest.raises(Refused, match="at least its header"):
+        call(connection, BlockPut(0, wants(KEYS[0], copy_bytes=200)), [bytes(200)])
+    assert (store.reserved, store.copies) == ({}, {})
+    assert put(connection, KEYS[0]) == BlockStored(["stored"])
+
+
+def test_one_sided_writes_go_through_a_reservation(connection: Connection, store: DictStore) -> None:
+    reserved = call(connection, BlockReserve(wants(*KEYS[:2])))
+    assert reserved == BlockReserved([Grant("granted", 1, 0, 1), Grant("granted", 2, 0, 2)])
+    assert call(connection, BlockReserve(wants(KEYS[0]))) == BlockReserved([Grant("pending")])
+    store.extent(1)[:] = COPIES[KEYS[0]]
+    assert call(connection, BlockAbort([2])) == Done()
+    assert call(connection, BlockPublish([1, 2])) == BlockPublished(["published", "expired"])
+    assert call(connection, BlockLookup(0, [*KEYS[:3]])) == BlockPresence(b"\x01\x00\x00")
+
+
+def test_reservations_belong_to_their_connection(
+    server: Served, store: DictStore, connection: Connection
+) -> None:
+    with closing(Connection.open(server.address, IDENTITY, soon())) as other:
+        [grant] = call(other, BlockReserve(wants(KEYS[0]))).grants  # type: ignore[attr-defined]
+        assert call(connection, BlockPublish([grant.token])) == BlockPublished(["expired"])
+        call(connection, BlockAbort([grant.token]))
+        assert grant.token in store.reserved
+    until(lambda: not store.reserved)
+    assert len(store.released) == 1
+
+
+def test_tenants_do_not_see_each_other(server: Served, connection: Connection) -> None:
+    put(connection, KEYS[0])
+    stranger = Identity(CREDENTIALS.token("globex"), Incarnation(8))
+    with closing(Connection.open(server.address, stranger, soon())) as other:
+        assert call(other, BlockGet(0, [KEYS[0]])) == BlockCopies([0])
+        assert call(other, BlockLookup(0, [KEYS[0]])) == BlockPresence(b"\x00")
+        assert call(other, BlockList(b"", 10)) == BlockListed([])
+        # A tenant's bytes carry its digest: nobody can publish them as another tenant.
+        assert put(other, KEYS[1]) == BlockStored(["corrupt"])
+
+
+def test_listing_goes_on_where_it_stopped(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockservice, "LIST_MAX", 4)
+    put(connection, *KEYS)
+    items = [BlockItem(key, COPY_BYTES) for key in sorted(KEYS)]
+    assert call(connection, BlockList(b"", 2)) == BlockListed(items[:2])
+    assert call(connection, BlockList(items[1].key, 99)) == BlockListed(items[2:])
+    assert call(connection, BlockList(b"", 99)) == BlockListed(items[:4])
+    assert call(connection, BlockList(b"", -1)) == BlockListed([])
+
+
+def test_pins_are_opened_for_the_connection(connection: Connection) -> None:
+    assert call(connection, PinOpen(3)) == PinRange(100, 3, 1 << 20)
+
+
+def test_requests_are_bounded(
+    connection: Connection, store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(connection, *KEYS)
+    with pytest.raises(TooLarge, match="split the batch"):
+        call(connection, BlockLookup(0, [KEYS[0]] * (KEYS_MAX + 1)))
+    with pytest.raises(Refused, match="32 bytes"):
+        call(connection, BlockGet(0, [b"short"]))
+    monkeypatch.setattr(blockservice, "BATCH_BYTES_MAX", 3 * COPY_BYTES)
+    with pytest.raises(TooLarge, match="ask for fewer"):
+        call(connection, BlockGet(0, [*KEYS]))
+    assert all(copy.leases == 0 for copy in store.copies.values())
+
+
+def test_other_messages_are_refused_by_name(connection: Connection, server: Served) -> None:
+    with pytest.raises(Refused, match="does not answer RecordScan"):
+        call(connection, RecordScan(b"", b"", 1))
+    service = server.service
+    assert isinstance(service, BlockService)
+    assert service.answers(BlockGet(0, []))
+    assert service.answers(PinOpen(1))
+    assert not service.answers(RingGet())

@@ -1,0 +1,388 @@
+"""Three shards in one process, over real sockets and real disks, seen through the client's tier."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcomm.block import NO_PARENT, Incarnation, block_keys, header_for
+from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, Refused, StaleEpoch, Unavailable
+from kvcomm.rpc import Connection, Identity, Peers, run_blocking
+from kvcomm.steps import Steps
+from kvcomm.tier import Block, BlockCopy
+from kvcomm.wire.messages import (
+    BlockGet,
+    BlockPut,
+    RecordGet,
+    RecordPut,
+    RecordReplicate,
+    RecordState,
+    RecordWrite,
+    RingGet,
+    RingMap,
+    RingNode,
+    Want,
+)
+from l3_shard.desk import ShardLimits
+from l3_shard.server import RunningShard, ShardOptions, ShardStopped, run_shard
+from l3_shard.store import Fsync, RecordStore
+from l3_shard.tier import L3Tier
+from tests.blockstores import DictStore
+from tests.namespaces import namespace
+from tests.peers import CREDENTIALS, IDENTITY, soon, until
+
+NAMESPACE = namespace(head_dim=256).for_tenant(CREDENTIALS.tenant_digest("acme"))
+
+
+class Cluster:
+    """Shards as tasks of one loop on a thread of its own; their directories outlive them."""
+
+    def __init__(self, fsync: Fsync = "interval", names: str = "abc") -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvc-"))
+        self.fsync: Fsync = fsync
+        self.names = names
+        self.epoch = 0
+        self.running: dict[str, RunningShard] = {}
+        self.stores = {name: DictStore() for name in names}
+        self.ends: dict[str, BaseException | None] = {}
+        self._stops: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.peers = Peers(IDENTITY)
+        for name in names:
+            self.start(name)
+        self.issue()
+
+    def start(self, name: str) -> None:
+        self.ends.pop(name, None)
+
+        async def boot() -> None:
+            self._stops[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._run(name))
+
+        self._call(boot())
+        until(lambda: name in self.running or name in self.ends)
+
+    async def _run(self, name: str) -> None:
+        try:
+            await run_shard(
+                node=name,
+                instance="test",
+                incarnation=Incarnation(11),
+                credentials=CREDENTIALS,
+                addresses=[f"unix://{self.directory}/{name}.sock"],
+                options=ShardOptions(
+                    self.directory / name,
+                    fsync=self.fsync,
+                    fsync_interval_s=0.01,
+                    limits=ShardLimits(request_timeout_s=1.0),
+                ),
+                blocks=self.stores[name],
+                stop=self._stops[name],
+                ready=lambda shard: self.running.update({name: shard}),
+            )
+        except BaseException as error:
+            self.ends[name] = error
+        else:
+            self.ends[name] = None
+        finally:
+            self.running.pop(name, None)
+
+    def stop(self, name: str) -> None:
+        self.loop.call_soon_threadsafe(self._stops[name].set)
+        until(lambda: name in self.ends)
+
+    @property
+    def map(self) -> RingMap:
+        shards = [
+            RingNode(name, f"unix://{self.directory}/{name}.sock", "", "", name, 1) for name in self.names
+        ]
+        return RingMap(self.epoch, min(3, len(self.names)), min(2, len(self.names)), 1, 1, shards, [])
+
+    def issue(self) -> None:
+        """A new epoch, handed to every shard that runs."""
+        self.epoch += 1
+        for shard in self.running.values():
+            assert self.on_loop(lambda shard=shard: shard.adopt(self.map)) == self.epoch
+
+    def on_loop(self, call: Any) -> Any:
+        async def run() -> Any:
+            return call()
+
+        return self._call(run())
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def tier(self) -> L3Tier:
+        return L3Tier(self.map, timeout_s=3.0)
+
+    def run(self, steps: Steps[Any]) -> Any:
+        return run_blocking(steps, self.peers, soon())
+
+    def put(self, key: bytes, value: bytes | None, context: dict[str, int] | None = None) -> Any:
+        return self.run(self.tier().record_put([RecordWrite(key, value, context or {})]))[0]
+
+    def get(self, key: bytes) -> Any:
+        return self.run(self.tier().record_get([key]))[0]
+
+    def close(self) -> None:
+        for name in list(self.running):
+            self.stop(name)
+        self.peers.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+
+@pytest.fixture(params=["interval", "always"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    running = Cluster(request.param)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def lone() -> Iterator[Cluster]:
+    """One shard."""
+    running = Cluster(names="a")
+    yield running
+    running.close()
+
+
+def make_copies(count: int) -> list[BlockCopy]:
+    parent, copies = NO_PARENT, []
+    for index, key in enumerate(block_keys(NAMESPACE, range(16 * count))):
+        payload = memoryview(os.urandom(NAMESPACE.block_bytes))
+        header = header_for(
+            NAMESPACE, key, parent, payload, logical_start=16 * index, producer=Incarnation(5)
+        )
+        copies.append(BlockCopy(header, payload))
+        parent = key
+    return copies
+
+
+def test_records_are_written_read_replaced_listed_and_deleted(cluster: Cluster) -> None:
+    first = cluster.put(b"dir/k", b"1")
+    assert first.acks >= 2 and first.counter == 1
+    answer = cluster.get(b"dir/k")
+    assert answer.values == (b"1",) and not answer.degraded and answer.context == first.context
+    cluster.put(b"dir/k", b"2")
+    assert set(cluster.get(b"dir/k").values) == {b"1", b"2"}
+    cluster.put(b"dir/k", b"3", cluster.get(b"dir/k").context)
+    assert cluster.get(b"dir/k").values == (b"3",)
+    assert cluster.run(cluster.tier().record_scan(b"dir/")) == [b"dir/k"]
+    cluster.put(b"dir/k", None, cluster.get(b"dir/k").context)
+    assert cluster.get(b"dir/k").values == () and cluster.get(b"never").context == {}
+    until(lambda: cluster.run(cluster.tier().record_scan(b"dir/")) == [])
+
+
+def test_many_records_in_one_batch(cluster: Cluster) -> None:
+    names = [b"n/%03d" % index for index in range(200)]
+    cluster.run(cluster.tier().record_put([RecordWrite(name, name, {}) for name in names]))
+    answers = cluster.run(cluster.tier().record_get(names))
+    assert [answer.values for answer in answers] == [(name,) for name in names]
+    assert cluster.run(cluster.tier().record_scan(b"n/")) == names
+
+
+@pytest.mark.slow
+def test_threads_that_write_one_record_lose_nothing(cluster: Cluster) -> None:
+    problems: list[BaseException] = []
+
+    def append(number: int) -> None:
+        try:
+            for _ in range(5):
+                answer = cluster.get(b"log")
+                cluster.put(b"log", b"%d" % number + b",".join(sorted(answer.values))[:64], answer.context)
+        except Conflict:
+            pass
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=append, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert problems == [] and cluster.get(b"log").values
+
+
+@pytest.mark.slow
+def test_replicas_hold_the_same(cluster: Cluster) -> None:
+    for index in range(20):
+        cluster.put(b"k%d" % index, b"v")
+    until(lambda: all(cluster.on_loop(shard.record_count) == 20 for shard in cluster.running.values()))
+    tenant = CREDENTIALS.tenant_digest("acme")
+    for name in cluster.names:
+        cluster.stop(name)
+    states = []
+    for name in cluster.names:
+        store = RecordStore(cluster.directory / name, fsync="interval")
+        states.append(store.load([tenant + b"k%d" % index for index in range(20)]))
+        store.close()
+    assert states[0] == states[1] == states[2] and None not in states[0][0]
+
+
+def test_records_survive_a_restart_of_every_shard(cluster: Cluster) -> None:
+    cluster.put(b"k", b"v")
+    for name in cluster.names:
+        cluster.stop(name)
+    assert set(cluster.ends.values()) == {None}
+    for name in cluster.names:
+        cluster.start(name)
+    cluster.issue()
+    assert cluster.get(b"k").values == (b"v",)
+
+
+def test_one_dead_shard_stops_nobody_and_two_are_an_unknown_outcome(cluster: Cluster) -> None:
+    cluster.put(b"k", b"v")
+    cluster.stop("a")
+    assert cluster.get(b"k").values == (b"v",)
+    cluster.put(b"k", b"w", cluster.get(b"k").context)
+    cluster.stop("b")
+    assert cluster.get(b"k").values == (b"w",)
+    with pytest.raises(OutcomeUnknown):
+        cluster.put(b"k", b"x", cluster.get(b"k").context)
+    cluster.stop("c")
+    with pytest.raises(Unavailable):
+        cluster.get(b"k")
+
+
+def test_an_old_map_is_replaced_on_the_way(cluster: Cluster) -> None:
+    tier = cluster.tier()
+    cluster.issue()
+    cluster.run(tier.record_put([RecordWrite(b"k", b"v", {})]))
+    assert tier.ring.epoch == cluster.epoch == 2
+    assert cluster.on_loop(lambda: cluster.running["a"].adopt(RingMap(1, 1, 1, 1, 1, [], []))) == 2
+
+
+def test_blocks_are_stored_and_fetched(cluster: Cluster) -> None:
+    copies = make_copies(40)
+    keys = [copy.key for copy in copies]
+    tier = cluster.tier()
+    assert cluster.run(tier.put(copies)) == ["stored"] * 40
+    assert cluster.run(tier.put(copies[:3])) == ["present"] * 3
+    assert cluster.run(tier.lookup(keys)) == [True] * 40
+    found: dict[int, Block] = {}
+    cluster.run(tier.get(keys, lambda index, block: found.update({index: block})))
+    assert [bytes(found[index].payload) for index in range(40)] == [bytes(copy.payload) for copy in copies]
+    assert sum(len(store.copies) for store in cluster.stores.values()) == 40
+
+
+def test_old_epochs_are_refused_for_blocks_too(lone: Cluster) -> None:
+    lone.issue()
+    (copy,) = make_copies(1)
+    with connection(lone) as shard:
+        for message, payload in (
+            (BlockGet(1, [copy.key]), ()),
+            (BlockPut(1, [Want(copy.key, copy.copy_bytes)]), (copy.header.pack(), copy.payload)),
+        ):
+            with pytest.raises(StaleEpoch):
+                shard.call(message, payload, deadline=soon())
+        assert shard.call(RingGet(), deadline=soon()).message == lone.map
+        assert shard.welcome.epoch == 2 and shard.welcome.role == "shard"
+    assert not lone.stores["a"].copies
+
+
+class connection:
+    """A connection to shard ``a``, closed on leaving."""
+
+    def __init__(self, cluster: Cluster, identity: Identity = IDENTITY) -> None:
+        self._connection = Connection.open(f"unix://{cluster.directory}/a.sock", identity, soon())
+
+    def __enter__(self) -> Connection:
+        return self._connection
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def test_a_tenant_can_neither_read_another_nor_speak_replication(lone: Cluster) -> None:
+    lone.put(b"k", b"secret")
+    other = Identity(CREDENTIALS.token("rival"), Incarnation(9))
+    with connection(lone, other) as shard:
+        states = shard.call(RecordGet(1, [b"k"]), deadline=soon()).message
+        assert getattr(states, "states", None) == [None]
+        stored = CREDENTIALS.tenant_digest("acme") + b"k"
+        with pytest.raises(Refused, match="own nodes only"):
+            shard.call(RecordReplicate(1, [stored], [RecordState({}, [])]), deadline=soon())
+
+
+def test_many_requests_on_one_connection(lone: Cluster) -> None:
+    """The commits of one turn share a transaction; every request still gets its own answer."""
+    messages = [RecordPut(1, [RecordWrite(b"k%d" % index, b"v", {})]) for index in range(50)]
+    with connection(lone) as shard:
+        for message in messages:
+            assert getattr(shard.call(message, deadline=soon()).message, "versions", None)
+
+
+def test_a_disk_that_fails_ends_the_shard_with_its_reason(
+    lone: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from l3_shard.store import DiskFailed
+
+    def broken(*_: object) -> None:
+        raise DiskFailed("fsync failed: Input/output error")
+
+    monkeypatch.setattr(RecordStore, "write", broken)
+    with pytest.raises(KVCommError):
+        lone.put(b"k", b"v")
+    until(lambda: "a" in lone.ends)
+    assert isinstance(lone.ends["a"], ShardStopped) and "Input/output error" in str(lone.ends["a"])
+
+
+def test_a_failed_periodic_sync_ends_the_shard(lone: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    from l3_shard.store import DiskFailed
+
+    calls: list[int] = []
+
+    def broken(store: RecordStore) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise DiskFailed("fsync failed")
+
+    monkeypatch.setattr(RecordStore, "sync", broken)
+    lone.put(b"k", b"v")
+    until(lambda: "a" in lone.ends)
+    assert isinstance(lone.ends["a"], ShardStopped)
+
+
+def test_a_full_disk_is_refused_and_the_shard_goes_on(lone: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    from l3_shard.store import DiskFull
+
+    def full(*_: object) -> None:
+        raise DiskFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordStore, "write", full)
+        with pytest.raises(Unavailable):
+            lone.put(b"k", b"v")
+    assert lone.put(b"k", b"v").counter == 1
+
+
+def test_a_directory_in_use_is_refused(lone: Cluster) -> None:
+    async def second() -> None:
+        await run_shard(
+            node="a",
+            instance="test",
+            incarnation=Incarnation(12),
+            credentials=CREDENTIALS,
+            addresses=[f"unix://{lone.directory}/second.sock"],
+            options=ShardOptions(lone.directory / "a"),
+            blocks=DictStore(),
+            stop=asyncio.Event(),
+        )
+
+    with pytest.raises(Refused, match="another process owns"):
+        asyncio.run(second())

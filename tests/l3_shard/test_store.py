@@ -1,0 +1,397 @@
+"""The record store: what survives, what is noticed, whose id it is."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcomm.clock import Stamp
+from kvcomm.errors import Corrupt, Refused, Unavailable
+from kvcomm.version import VersionVector
+from kvcomm.wire.messages import RecordState, Sibling
+from l3_shard import dvv
+from l3_shard.replica import successor
+from l3_shard.store import (
+    MAP_BYTES_MIN,
+    SCAN_LOOKED_MAX,
+    DiskFailed,
+    DiskFull,
+    RecordStore,
+    decode_value,
+    encode_value,
+)
+
+R = "replica0.1"
+BOOT = "boot-1"
+
+
+def state(value: bytes | None, counter: int = 1) -> RecordState:
+    return RecordState({R: counter}, [Sibling(R, counter, 5, value)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "records"
+
+
+def open_store(directory: Path, **how) -> Any:
+    """``Any``: some tests reach inside."""
+    how.setdefault("boot", BOOT)
+    how.setdefault("fsync", "interval")
+    return RecordStore(directory, **how)
+
+
+def crash(store: Any) -> None:
+    """End without closing: the lock goes, the owner's note stays open."""
+    store._closed = True
+    store._environment.close()
+    os.close(store._lock)
+
+
+def test_what_was_written_is_there_after_a_restart(directory):
+    store = open_store(directory)
+    store.write([(b"k", state(b"v")), (b"l", state(None))], store.replica)
+    assert store.load([b"k", b"none", b"l"]) == ([state(b"v"), None, state(None)], [])
+    store.close()
+    store.close()
+    again = open_store(directory)
+    assert again.load([b"k", b"l"]) == ([state(b"v"), state(None)], [])
+    assert again.record_count() == 2 and again.used_bytes() > 0
+    again.close()
+
+
+values = st.none() | st.binary(max_size=50)
+
+
+@given(st.lists(st.tuples(values, st.booleans()), max_size=6), st.binary(min_size=1, max_size=20))
+def test_values_come_back_as_they_were(writes, key):
+    record = dvv.EMPTY
+    for value, known in writes:
+        context = VersionVector.from_wire(record.context) if known else VersionVector()
+        record = dvv.put(record, R, Stamp(2**63), value, context).state
+    assert decode_value(key, encode_value(key, record)) == record
+
+
+@given(st.data())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_every_damage_of_a_value_is_recognised(data):
+    value = encode_value(b"k", state(b"some value"))
+    bit = data.draw(st.integers(0, 8 * len(value) - 1))
+    if not 16 <= bit < 64:  # the six zero bytes carry nothing
+        flipped = bytearray(value)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Corrupt):
+            decode_value(b"k", bytes(flipped))
+    with pytest.raises(Corrupt):
+        decode_value(b"k", value[: data.draw(st.integers(0, len(value) - 1))])
+    with pytest.raises(Corrupt):
+        decode_value(b"another", value)
+
+
+def test_a_damaged_record_is_reported_counted_and_not_served(directory):
+    store = open_store(directory)
+    store.write([(b"k", state(b"v")), (b"l", state(b"w"))], store.replica)
+    with store._environment.begin(write=True) as transaction:
+        value = bytearray(transaction.get(b"k", db=store._records))
+        value[-1] ^= 1
+        transaction.put(b"k", bytes(value), db=store._records)
+    assert store.load([b"k", b"l"]) == ([None, state(b"w")], [b"k"])
+    assert store.damaged_count == 1
+    store.close()
+
+
+def test_bits_flipped_in_the_file_are_recognised(directory):
+    store = open_store(directory)
+    store.write([(b"k", state(b"needle" * 2000))], store.replica)
+    store.close()
+    data = directory / "data.mdb"
+    content = bytearray(data.read_bytes())
+    at = content.index(b"needle" * 10)
+    content[at] ^= 0x40
+    with open(data, "r+b") as file:
+        file.write(content)
+    again = open_store(directory)
+    assert again.load([b"k"]) == ([None], [b"k"])
+    again.close()
+
+
+# -- whose id
+
+
+def test_the_replica_id_is_kept_as_long_as_the_records_are(directory):
+    store = open_store(directory)
+    replica = store.replica
+    store.close()
+    store = open_store(directory)
+    assert store.replica == replica
+    store.write([(b"k", state(b"v"))], successor(replica))
+    store.write([(b"l", state(b"v"))], replica)
+    assert store.replica == successor(replica)
+    store.close()
+    store = open_store(directory)
+    assert store.replica == successor(replica)
+    store.close()
+
+
+def test_an_empty_directory_has_a_new_id(directory):
+    store = open_store(directory)
+    replica = store.replica
+    store.close()
+    shutil.rmtree(directory)
+    store = open_store(directory)
+    assert store.replica != replica
+    store.close()
+
+
+def test_a_lost_database_has_a_new_id(directory):
+    store = open_store(directory)
+    replica = store.replica
+    store.close()
+    (directory / "data.mdb").unlink()
+    store = open_store(directory)
+    assert store.replica != replica
+    store.close()
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+def test_a_process_crash_loses_neither_records_nor_the_id(directory, fsync):
+    store = open_store(directory, fsync=fsync)
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    crash(store)
+    store = open_store(directory, fsync=fsync)
+    assert store.replica == replica and store.load([b"k"])[0] == [state(b"v")]
+    store.close()
+
+
+@pytest.mark.parametrize("fsync", ["interval", "never"])
+def test_a_power_cut_without_fsync_sets_the_database_aside(directory, fsync):
+    store = open_store(directory, fsync=fsync)
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    crash(store)
+    store = open_store(directory, fsync=fsync, boot="boot-2")
+    assert store.replica != replica and store.load([b"k"])[0] == [None]
+    assert (directory / "data.mdb.suspect").exists()
+    store.close()
+
+
+def test_a_power_cut_with_fsync_keeps_everything(directory):
+    store = open_store(directory, fsync="always")
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    crash(store)
+    store = open_store(directory, fsync="always", boot="boot-2")
+    assert store.replica == replica and store.load([b"k"])[0] == [state(b"v")]
+    store.close()
+
+
+def test_a_reboot_after_a_clean_end_keeps_everything(directory):
+    store = open_store(directory)
+    replica = store.replica
+    store.close()
+    store = open_store(directory, boot="boot-2")
+    assert store.replica == replica
+    store.close()
+
+
+def test_a_system_that_does_not_name_its_boots_trusts_only_clean_ends(directory):
+    store = open_store(directory, boot="")
+    replica = store.replica
+    crash(store)
+    store = open_store(directory, boot="")
+    assert store.replica != replica
+    store.close()
+
+
+def test_a_copied_directory_keeps_its_records_under_a_new_id(directory, tmp_path):
+    store = open_store(directory)
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    store.close()
+    shutil.copytree(directory, tmp_path / "copy")
+    copy = open_store(tmp_path / "copy")
+    assert copy.replica != replica and copy.load([b"k"])[0] == [state(b"v")]
+    copy.close()
+
+
+def test_two_owners_of_one_directory_are_refused(directory):
+    store = open_store(directory)
+    with pytest.raises(Refused, match="another process owns"):
+        open_store(directory)
+    store.close()
+    open_store(directory).close()
+
+
+def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="cannot be used"):
+        open_store(tmp_path / "file" / "records")
+
+
+def test_a_file_that_is_no_database_is_unavailable(directory):
+    directory.mkdir()
+    (directory / "data.mdb").write_bytes(b"not a database" * 1000)
+    with pytest.raises(Unavailable, match="cannot be opened"):
+        open_store(directory)
+
+
+# -- room
+
+
+@pytest.mark.slow
+def test_the_map_grows_and_stops_at_its_bound(directory):
+    store = open_store(directory, map_bytes_max=4 * MAP_BYTES_MIN)
+    for index in range(3):
+        store.write([(b"%d" % index, state(bytes(40 << 20)))], store.replica)
+    assert store._environment.info()["map_size"] > MAP_BYTES_MIN
+    with pytest.raises(DiskFull, match="largest size"):
+        store.write([(b"big%d" % index, state(bytes(40 << 20))) for index in range(4)], store.replica)
+    assert store.load([b"0", b"big0"])[0] == [state(bytes(40 << 20)), None]
+    store.write([(b"small", state(b"v"))], store.replica)
+    store.close()
+
+
+def child(program: str, directory: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", program, str(directory)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_full_disk_refuses_the_write_and_takes_the_next_when_there_is_room(directory):
+    free = 1 << 40
+    store = open_store(directory, free_bytes=lambda where: free)
+    store.write([(b"before", state(b"v"))], store.replica)
+    free = 17 << 20
+    with pytest.raises(DiskFull, match="bytes free"):
+        store.write([(b"big", state(bytes(1 << 20)))], store.replica)
+    free = 1 << 40
+    store.write([(b"after", state(b"v"))], store.replica)
+    assert store.load([b"before", b"big", b"after"])[0] == [state(b"v"), None, state(b"v")]
+    store.close()
+
+
+def test_a_disk_that_fills_during_the_write_is_full_not_broken(directory):
+    store = open_store(directory)
+    working, store._environment = (
+        store._environment,
+        Broken(lmdb.DiskError("mdb_txn_commit: No space left on device")),
+    )
+    with pytest.raises(DiskFull):
+        store.write([(b"k", state(b"v"))], store.replica)
+    store._environment = working
+    store.close()
+
+
+class Broken:
+    """An environment whose disk gives an error."""
+
+    def __init__(self, error: lmdb.Error) -> None:
+        self.error = error
+
+    def begin(self, write: bool = False):
+        raise self.error
+
+    def sync(self, force: bool) -> None:
+        raise self.error
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_full_one(directory):
+    store = open_store(directory)
+    working, store._environment = store._environment, Broken(lmdb.Error("mdb_txn_commit: Input/output error"))
+    for act in (
+        lambda: store.write([(b"k", state(b"v"))], store.replica),
+        lambda: store.load([b"k"]),
+        lambda: store.scan(b"", b"", 1),
+        store.sync,
+    ):
+        with pytest.raises(DiskFailed):
+            act()
+    store._environment = working
+    store.close()
+
+
+# -- scans
+
+
+def test_a_scan_names_living_records_in_order_and_goes_on(directory):
+    store = open_store(directory)
+    names = [b"a", b"p/1", b"p/2", b"p/3", b"p/4", b"q"]
+    store.write([(name, state(b"v")) for name in names] + [(b"p/25", state(None))], store.replica)
+    assert store.scan(b"p/", b"", 10) == ([b"p/1", b"p/2", b"p/3", b"p/4"], None)
+    assert store.scan(b"p/", b"", 2) == ([b"p/1", b"p/2"], b"p/2")
+    assert store.scan(b"p/", b"p/2", 10) == ([b"p/3", b"p/4"], None)
+    assert store.scan(b"p/", b"p/25", 10) == ([b"p/3", b"p/4"], None)
+    assert store.scan(b"p/", b"p/9", 10) == ([], None)
+    assert store.scan(b"", b"", 2) == ([b"a", b"p/1"], b"p/1")
+    assert store.scan(b"z", b"", 2) == ([], None)
+    store.close()
+
+
+def test_a_scan_looks_at_a_bounded_number_of_tombstones(directory):
+    store = open_store(directory)
+    store.write([(b"%06d" % index, state(None)) for index in range(SCAN_LOOKED_MAX + 1)], store.replica)
+    store.write([(b"x", state(b"v"))], store.replica)
+    keys, resume = store.scan(b"", b"", 10)
+    assert keys == [] and resume == b"%06d" % (SCAN_LOOKED_MAX - 1)
+    assert store.scan(b"", resume, 10) == ([b"x"], None)
+    store.close()
+
+
+@pytest.mark.slow
+@given(st.sets(st.binary(min_size=1, max_size=3), max_size=12), st.binary(max_size=2), st.binary(max_size=3))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_scans_are_those_of_a_sorted_list(tmp_path_factory, names, prefix, after):
+    store = open_store(tmp_path_factory.mktemp("scan"))
+    store.write([(name, state(b"v")) for name in sorted(names)], store.replica)
+    wanted = sorted(name for name in names if name.startswith(prefix) and name > after)
+    found: list[bytes] = []
+    resume: bytes | None = after
+    while resume is not None:
+        keys, resume = store.scan(prefix, resume, 2)
+        found += keys
+    store.close()
+    assert found == wanted
+
+
+# -- kill -9
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.l3_shard.test_store import open_store, state
+store = open_store(Path(sys.argv[1]), fsync="always")
+print(store.replica, flush=True)
+for number in range(1_000_000):
+    store.write([(b"%d" % number, state(b"v%d" % number)), (b"last", state(b"%d" % number))], store.replica)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_killed_writer_keeps_what_it_acknowledged(directory):
+    with child(WRITER, directory) as process:
+        try:
+            assert process.stdout is not None
+            replica = process.stdout.readline().strip()
+            acknowledged = [int(process.stdout.readline()) for _ in range(50)]
+            process.send_signal(signal.SIGKILL)
+            acknowledged += [int(line) for line in process.stdout.read().splitlines() if line]
+        finally:
+            process.kill()
+    store = open_store(directory, fsync="always")
+    assert store.replica == replica
+    states, damaged = store.load([b"%d" % number for number in acknowledged])
+    assert damaged == [] and states == [state(b"v%d" % number) for number in acknowledged]
+    (last,), _ = store.load([b"last"])
+    assert last is not None and int(last.siblings[0].value or b"-1") >= acknowledged[-1]
+    store.close()

@@ -1,0 +1,473 @@
+"""The client's side of L3 against scripted shards: routing, windows, verification, newer maps, shards that
+fail."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for, verify_copy
+from kvcomm.errors import Conflict, OutcomeUnknown, Refused, TooLarge, Unavailable
+from kvcomm.steps import Answer, Ask, Call, Emit, Steps, Submit, Wait
+from kvcomm.tier import Block, BlockCopy
+from kvcomm.wire.messages import (
+    BlockCopies,
+    BlockGet,
+    BlockLookup,
+    BlockPresence,
+    BlockPut,
+    BlockStored,
+    Failure,
+    Message,
+    RecordGet,
+    RecordKeys,
+    RecordPut,
+    RecordScan,
+    RecordState,
+    RecordStates,
+    RecordVersion,
+    RecordVersions,
+    RecordWrite,
+    RingMap,
+    RingNode,
+    Sibling,
+)
+from l3_shard import routes
+from l3_shard.ring import Ring, encode_map
+from l3_shard.tier import L3Tier
+from tests.namespaces import namespace
+
+NAMESPACE = namespace()
+COUNT = 80
+
+
+def ring_map(names: str = "abc", epoch: int = 1, block_copies: int = 1, replicas: int = 3) -> RingMap:
+    shards = [RingNode(name, f"tcp://{name}:1", f"unix:///{name}", "", name, 1) for name in names]
+    return RingMap(epoch, replicas, min(2, replicas), 1, block_copies, shards, [])
+
+
+def make_copies(count: int) -> list[BlockCopy]:
+    parent, copies = NO_PARENT, []
+    for index, key in enumerate(block_keys(NAMESPACE, [t % 1000 for t in range(16 * count)])):
+        payload = memoryview(os.urandom(NAMESPACE.block_bytes))
+        header = header_for(
+            NAMESPACE, key, parent, payload, logical_start=16 * index, producer=Incarnation(5)
+        )
+        copies.append(BlockCopy(header, payload))
+        parent = key
+    return copies
+
+
+COPIES = make_copies(COUNT)
+KEYS = [copy.key for copy in COPIES]
+BYTES = {copy.key: copy.header.pack() + bytes(copy.payload) for copy in COPIES}
+ABSENT = BlockKey(b"\xff" * 32)
+
+
+@dataclass
+class Shards:
+    """Shards that hold blocks and records in dictionaries; the driver of the operations under test."""
+
+    ring: RingMap
+    blocks: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
+    records: dict[bytes, RecordState] = field(default_factory=dict)
+    down: dict[str, str] = field(default_factory=dict)
+    """Shard -> failure code that it answers with."""
+    asked: list[tuple[str, Message]] = field(default_factory=list)
+    under_way: Counter[str] = field(default_factory=Counter)
+    most_under_way: int = 0
+    now: float = 100.0
+    special: Callable[[str, Message], Message | None] = lambda node, message: None
+
+    def run(self, steps: Steps[Any]) -> Any:
+        """Drive an operation; what it emitted is in ``emitted``."""
+        self.emitted: list[Any] = []
+        result: Any = None
+        try:
+            while True:
+                step = steps.send(result)
+                match step:
+                    case Submit(asks):
+                        result = [self._start(ask) for ask in asks]
+                    case Wait(call):
+                        self.under_way[call.ask.address] -= 1
+                        result = call.handle
+                    case Emit(item):
+                        self.emitted.append(item)
+                        result = None
+        except StopIteration as stop:
+            return stop.value
+
+    def _start(self, ask: Ask) -> Call:
+        node = ask.address.removeprefix("tcp://").partition(":")[0]
+        self.asked.append((node, ask.message))
+        self.under_way[ask.address] += 1
+        self.most_under_way = max(self.most_under_way, self.under_way[ask.address])
+        message, pieces = self._serve(node, ask.message, b"".join(bytes(piece) for piece in ask.payload))
+        payload = [memoryview(piece) for piece in pieces]
+        if pieces and ask.sink is not None:
+            payload = ask.sink(1, message, sum(map(len, pieces))) or []
+            for destination, piece in zip(payload, pieces, strict=True):
+                destination[:] = piece
+        return Call(ask, Answer(message, payload, self.now))
+
+    def _serve(self, node: str, message: Message, payload: bytes) -> tuple[Message, list[bytes]]:
+        scripted = self.special(node, message)
+        if scripted is not None:
+            return scripted, []
+        if node in self.down:
+            return Failure(self.down[node], "scripted"), []
+        if getattr(message, "epoch", self.ring.epoch) < self.ring.epoch:
+            return Failure("stale_epoch", "old", encode_map(self.ring)), []
+        held = self.blocks.setdefault(node, {})
+        match message:
+            case BlockLookup(keys=keys):
+                return BlockPresence(bytes(key in held for key in keys)), []
+            case BlockGet(keys=keys):
+                copies = [held.get(key, b"") for key in keys]
+                return BlockCopies([len(copy) for copy in copies]), [copy for copy in copies if copy]
+            case BlockPut(wants=wants):
+                statuses = []
+                for want in wants:
+                    statuses.append("present" if want.key in held else "stored")
+                    held[want.key], payload = payload[: want.copy_bytes], payload[want.copy_bytes :]
+                    verify_copy(held[want.key], BlockKey(want.key))
+                return BlockStored(statuses), []
+            case RecordGet(keys=keys):
+                return RecordStates([self.records.get(key) for key in keys]), []
+            case RecordPut(writes=writes):
+                for write in writes:
+                    self.records[write.key] = RecordState({"r": 1}, [Sibling("r", 1, 1, write.value)])
+                return RecordVersions([RecordVersion("r", 1, {"r": 1}, 2) for _ in writes]), []
+            case RecordScan(prefix, after, limit):
+                names = sorted(key for key in self.records if key.startswith(prefix) and key > after)
+                return RecordKeys(names[:limit]), []
+        raise AssertionError(message)
+
+    def fill(self, keys: Sequence[bytes] = KEYS) -> None:
+        """Put every block where the ring wants it."""
+        ring = Ring.from_map(self.ring)
+        for key in keys:
+            for owner in ring.block_owners(key):
+                self.blocks.setdefault(owner, {})[key] = BYTES[BlockKey(key)]
+
+    def tier(self, ring: RingMap | None = None) -> L3Tier:
+        return L3Tier(ring or self.ring, clock=lambda: self.now)
+
+    def fetch(self, tier: L3Tier, keys: Sequence[BlockKey] = KEYS) -> dict[int, Block]:
+        found: dict[int, Block] = {}
+        self.run(tier.get(keys, lambda index, block: found.update({index: block})))
+        assert list(found) == self.emitted == sorted(found)
+        for index, block in found.items():
+            assert bytes(block.copy) == BYTES[keys[index]] and block.key == keys[index] and block.tier == "l3"
+        return found
+
+
+def answer_with(message: Message, _node: str, _asked: Message) -> Message:
+    return message
+
+
+# -- blocks
+
+
+def test_a_get_brings_everything_in_order_in_windows():
+    shards = Shards(ring_map())
+    shards.fill()
+    assert len(shards.fetch(shards.tier())) == COUNT
+    gets = [message for _, message in shards.asked if isinstance(message, BlockGet)]
+    assert max(len(get.keys) for get in gets) == routes.WINDOW_KEYS
+    assert shards.most_under_way == routes.WINDOWS_IN_FLIGHT
+    ring = Ring.from_map(shards.ring)
+    for node, message in shards.asked:
+        assert isinstance(message, BlockGet)
+        assert all(ring.block_owners(key) == (node,) for key in message.keys)
+
+
+def test_windows_shrink_with_the_size_of_the_copies():
+    shards, tier = Shards(ring_map("a")), None
+    shards.fill()
+    tier = shards.tier()
+    tier._routes.copy_bytes = 3 << 20
+    shards.fetch(tier, KEYS[:4])
+    assert [len(message.keys) for _, message in shards.asked if isinstance(message, BlockGet)] == [2, 2]
+    assert tier._routes.copy_bytes == len(BYTES[KEYS[0]])
+
+
+def test_every_block_has_memory_of_its_own():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    found = shards.fetch(shards.tier(), KEYS[:2])
+    assert len({id(block.copy.obj) for block in found.values()}) == 2
+
+
+def test_misses_are_skipped():
+    shards = Shards(ring_map())
+    shards.fill(KEYS[::2])
+    assert list(shards.fetch(shards.tier())) == list(range(0, COUNT, 2))
+    assert shards.fetch(shards.tier(), []) == {}
+
+
+def test_a_damaged_copy_is_counted_and_the_next_owner_asked():
+    shards = Shards(ring_map(block_copies=2))
+    shards.fill()
+    owner = Ring.from_map(shards.ring).block_owners(KEYS[3])[0]
+    shards.blocks[owner][KEYS[3]] = (
+        BYTES[KEYS[3]][:-1] + b"\x00" if BYTES[KEYS[3]][-1] else BYTES[KEYS[3]][:-1] + b"\x01"
+    )
+    tier = shards.tier()
+    assert len(shards.fetch(tier)) == COUNT
+    assert tier.counts.damaged_count == 1
+
+
+def test_a_damaged_only_copy_is_a_miss():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    shards.blocks["a"][KEYS[3]] = BYTES[KEYS[4]]
+    assert 3 not in shards.fetch(shards.tier())
+
+
+def test_a_lost_copy_is_served_by_the_next_owner():
+    shards = Shards(ring_map(block_copies=2))
+    shards.fill()
+    shards.blocks["a"].clear()
+    assert len(shards.fetch(shards.tier())) == COUNT
+
+
+def test_a_failed_shard_is_replaced_by_the_next_owner_and_passed_over_for_a_while():
+    shards = Shards(ring_map(block_copies=2))
+    shards.fill()
+    tier = shards.tier()
+    shards.down["a"] = "unavailable"
+    assert len(shards.fetch(tier)) == COUNT
+    assert {node for node, _ in shards.asked} == {"a", "b", "c"}
+    assert sum(node == "a" for node, _ in shards.asked) <= routes.WINDOWS_IN_FLIGHT
+    shards.asked.clear()
+    assert len(shards.fetch(tier)) == COUNT and "a" not in {node for node, _ in shards.asked}
+    shards.now += routes.SHUN_S
+    shards.down.clear()
+    shards.asked.clear()
+    shards.fetch(tier)
+    assert "a" in {node for node, _ in shards.asked}
+
+
+def test_blocks_of_a_dead_shard_are_misses_at_once():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    shards.down["a"] = "unavailable"
+    tier = shards.tier()
+    assert shards.fetch(tier) == {}
+    shards.asked.clear()
+    assert shards.fetch(tier) == {} and shards.asked == []
+    assert shards.run(tier.lookup(KEYS[:3])) == [None, None, None]
+    assert shards.run(tier.put(COPIES[:2])) == ["unavailable", "unavailable"]
+
+
+def test_an_answer_that_does_not_fit_the_question_counts_as_failed():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    for wrong in (BlockCopies([0]), RecordKeys([]), BlockCopies([5] * 16)):
+        tier = shards.tier()
+        shards.special = partial(answer_with, wrong)
+        assert shards.fetch(tier) == {}
+        assert tier.counts.failed_count
+
+
+def test_a_newer_map_is_adopted_and_the_blocks_asked_again():
+    shards = Shards(ring_map("abcd", epoch=3))
+    shards.fill()
+    tier = shards.tier(ring_map("ab", epoch=2))
+    assert len(shards.fetch(tier)) == COUNT
+    assert tier.ring.epoch == 3 and tier.counts.stale_count
+
+
+def test_a_shard_that_always_says_stale_does_not_hold_the_get_for_ever():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    shards.special = lambda node, message: Failure("stale_epoch", "", encode_map(shards.ring))
+    assert shards.fetch(shards.tier(), KEYS[:3]) == {}
+    shards.special = lambda node, message: Failure("stale_epoch", "", b"garbage")
+    assert shards.fetch(shards.tier(), KEYS[:3]) == {}
+
+
+def test_lookup_asks_each_shard_once():
+    shards = Shards(ring_map())
+    shards.fill(KEYS[:7])
+    assert shards.run(shards.tier().lookup([*KEYS[:9], ABSENT])) == [True] * 7 + [False] * 3
+    assert len(shards.asked) == len({node for node, _ in shards.asked})
+
+
+def test_lookup_says_when_nobody_knows():
+    shards = Shards(ring_map("a"), down={"a": "unavailable"})
+    assert shards.run(shards.tier().lookup(KEYS[:2])) == [None, None]
+
+
+def test_lookup_adopts_a_newer_map():
+    shards = Shards(ring_map("abcd", epoch=3))
+    shards.fill()
+    assert shards.run(shards.tier(ring_map("ab", epoch=2)).lookup(KEYS)) == [True] * COUNT
+
+
+def test_a_put_goes_to_every_owner():
+    shards = Shards(ring_map(block_copies=2))
+    tier = shards.tier()
+    assert shards.run(tier.put(COPIES)) == ["stored"] * COUNT
+    assert sum(len(held) for held in shards.blocks.values()) == 2 * COUNT
+    assert shards.most_under_way <= routes.WINDOWS_IN_FLIGHT
+    assert shards.run(tier.put(COPIES)) == ["present"] * COUNT
+    assert len(shards.fetch(tier)) == COUNT
+    assert shards.run(tier.put([])) == []
+
+
+def test_a_put_with_one_dead_owner_is_stored_at_the_other():
+    shards = Shards(ring_map("ab", block_copies=2), down={"a": "unavailable"})
+    assert shards.run(shards.tier().put(COPIES)) == ["stored"] * COUNT
+
+
+def test_a_put_says_why_not():
+    for code, status in (("refused", "refused"), ("too_large", "too_large"), ("unavailable", "unavailable")):
+        shards = Shards(ring_map("a"), down={"a": code})
+        assert shards.run(shards.tier().put(COPIES[:2])) == [status] * 2
+    shards = Shards(ring_map("a"))
+    shards.special = lambda node, message: BlockStored(["full", "news"])
+    assert shards.run(shards.tier().put(COPIES[:2])) == ["full", "refused"]
+
+
+def test_a_put_adopts_a_newer_map():
+    shards = Shards(ring_map("abcd", epoch=3))
+    assert shards.run(shards.tier(ring_map("ab", epoch=2)).put(COPIES)) == ["stored"] * COUNT
+    assert len(shards.fetch(shards.tier())) == COUNT
+
+
+# -- records
+
+NAMES = [b"name/%d" % index for index in range(40)]
+
+
+def write(name: bytes, value: bytes | None = b"v") -> RecordWrite:
+    return RecordWrite(name, value, {})
+
+
+def test_records_go_to_their_first_owner_in_one_request_a_shard():
+    shards = Shards(ring_map("abcde"))
+    tier = shards.tier()
+    versions = shards.run(tier.record_put([write(name) for name in NAMES]))
+    assert [version.acks for version in versions] == [2] * 40
+    assert len(shards.asked) == len({node for node, _ in shards.asked}) == 5
+    answers = shards.run(tier.record_get([*NAMES, b"none"]))
+    assert [answer.values for answer in answers] == [(b"v",)] * 40 + [()]
+    assert answers[-1].context == {} and not answers[0].degraded
+    assert shards.run(tier.record_scan(b"name/1")) == sorted(
+        name for name in NAMES if name.startswith(b"name/1")
+    )
+    assert shards.run(tier.record_get([])) == [] and shards.run(tier.record_put([])) == []
+
+
+def test_the_next_owner_coordinates_when_the_first_cannot_be_reached():
+    shards = Shards(ring_map(), down={"a": "unavailable"})
+    tier = shards.tier()
+    assert len(shards.run(tier.record_put([write(name) for name in NAMES]))) == 40
+    assert len(shards.run(tier.record_get(NAMES))) == 40
+
+
+def test_nobody_to_be_reached_is_unavailable_after_everybody_was_tried():
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "unavailable"))
+    tier = shards.tier()
+    for _ in range(2):
+        shards.asked.clear()
+        with pytest.raises(Unavailable, match="none of 3 owners"):
+            shards.run(tier.record_get([b"k"]))
+        assert [node for node, _ in shards.asked] and {node for node, _ in shards.asked} == set("abc")
+    with pytest.raises(Unavailable):
+        shards.run(tier.record_scan(b""))
+
+
+def test_an_unknown_outcome_is_never_sent_again():
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "outcome_unknown"))
+    with pytest.raises(OutcomeUnknown):
+        shards.run(shards.tier().record_put([write(b"k")]))
+    assert len(shards.asked) == 1
+
+
+def test_the_worst_of_a_batch_is_raised_after_all_of_it_was_tried():
+    shards = Shards(ring_map("ab", replicas=1), down={"a": "conflict"})
+    with pytest.raises(Conflict):
+        shards.run(shards.tier().record_put([write(name) for name in NAMES]))
+    assert shards.records
+    shards.down["b"] = "outcome_unknown"
+    with pytest.raises(OutcomeUnknown):
+        shards.run(shards.tier().record_put([write(name) for name in NAMES]))
+
+
+def test_a_batch_that_was_done_in_part_is_not_called_unavailable():
+    shards = Shards(ring_map("ab", replicas=1), down={"a": "unavailable"})
+    with pytest.raises(OutcomeUnknown, match="writes were done"):
+        shards.run(shards.tier().record_put([write(name) for name in NAMES]))
+    with pytest.raises(Unavailable):
+        shards.run(shards.tier().record_get(NAMES))
+
+
+def test_records_follow_a_newer_map_once():
+    shards = Shards(ring_map("abcd", epoch=3))
+    tier = shards.tier(ring_map("ab", epoch=2))
+    assert len(shards.run(tier.record_put([write(name) for name in NAMES]))) == 40
+    assert tier.ring.epoch == 3
+    shards.special = lambda node, message: Failure("stale_epoch", "", encode_map(shards.ring))
+    with pytest.raises(Unavailable, match="changed twice"):
+        shards.run(tier.record_get([b"k"]))
+
+
+def test_big_answers_are_asked_for_in_halves():
+    shards = Shards(ring_map("a", replicas=1))
+    tier = shards.tier()
+    shards.run(tier.record_put([write(name) for name in NAMES]))
+
+    def at_most_ten(node: str, message: Message) -> Message | None:
+        big = isinstance(message, RecordGet) and len(message.keys) > 10
+        return Failure("too_large", "split") if big else None
+
+    shards.special = at_most_ten
+    assert [answer.values for answer in shards.run(tier.record_get(NAMES))] == [(b"v",)] * 40
+    shards.special = lambda node, message: Failure("too_large", "a value")
+    with pytest.raises(TooLarge):
+        shards.run(tier.record_get([b"k"]))
+    with pytest.raises(TooLarge):
+        shards.run(tier.record_put([write(name) for name in NAMES]))
+
+
+def test_big_batches_are_cut():
+    shards = Shards(ring_map("a", replicas=1))
+    shards.run(shards.tier().record_put([write(name, bytes(3 << 20)) for name in NAMES[:5]]))
+    assert [len(message.writes) for _, message in shards.asked if isinstance(message, RecordPut)] == [2, 2, 1]
+
+
+def test_an_answer_to_another_question_is_an_unknown_outcome():
+    shards = Shards(ring_map("a", replicas=1))
+    shards.special = lambda node, message: RecordKeys([])
+    with pytest.raises(OutcomeUnknown):
+        shards.run(shards.tier().record_put([write(b"k")]))
+
+
+def test_a_scan_pages_and_misses_one_shard_gladly(monkeypatch):
+    monkeypatch.setattr("l3_shard.tier.SCAN_KEYS", 7)
+    shards = Shards(ring_map())
+    tier = shards.tier()
+    shards.run(tier.record_put([write(name) for name in NAMES]))
+    shards.down["a"] = "unavailable"
+    assert shards.run(tier.record_scan(b"name/")) == sorted(NAMES)
+    shards.down["b"] = "refused"
+    with pytest.raises(Refused):
+        shards.run(tier.record_scan(b"name/"))
+
+
+def test_calls_go_where_dial_says():
+    shards = Shards(ring_map("a"))
+    tier = L3Tier(shards.ring, dial=lambda node: node.local_address, timeout_s=0.5)
+    steps = tier.lookup(KEYS[:1])
+    step = next(steps)
+    assert isinstance(step, Submit)
+    assert step.asks[0].address == "unix:///a" and step.asks[0].timeout_s == 0.5
+    steps.close()

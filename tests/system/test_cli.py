@@ -1,0 +1,184 @@
+"""The commands, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcomm.instance import Instance
+from tests.system.conftest import CONFIG, Cluster, eventually
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def kvcomm(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvcomm.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_state_from_the_shell(cluster: Cluster) -> None:
+    at = ("--instance", cluster.instance.name, "--config", str(cluster.config))
+    assert kvcomm("get", "lamp", "color", *at).returncode == 1
+    assert kvcomm("put", "lamp", "color", "red", *at).returncode == 0
+    assert kvcomm("put", "lamp", "color", "-", *at, stdin=b"green\x00").returncode == 0
+    got = kvcomm("get", "lamp", "color", *at)
+    assert (got.returncode, got.stdout) == (0, b"green\x00\n"), got.stderr
+    assert kvcomm("put", "lamp", "color", "blue", "--blind", *at).returncode == 0
+    siblings = kvcomm("get", "lamp", "color", "--json", *at)
+    assert len(json.loads(siblings.stdout)["values_base64"]) == 2
+    listed = kvcomm("ls", "state/lamp", *at)
+    assert listed.stdout == b"state/lamp/color\n"
+
+
+def test_status_names_every_node(cluster: Cluster) -> None:
+    said = kvcomm("status", "--instance", cluster.instance.name, "--json")
+    assert said.returncode == 0, said.stderr
+    rows = {row["node"]: row for row in json.loads(said.stdout)}
+    assert sorted(rows) == ["pool-0", "shard-0", "shard-1", "shard-2"]
+    assert all(row["usage"]["capacity_bytes"] > 0 and not row["error"] for row in rows.values())
+    assert rows["shard-0"]["epoch"] >= 1
+    table = kvcomm("status", "--instance", cluster.instance.name).stdout.decode()
+    assert all(node in table for node in rows)
+
+
+def test_doctor_finds_the_cluster_well(cluster: Cluster) -> None:
+    said = kvcomm("doctor", "--json", "--config", str(cluster.config))
+    findings = json.loads(said.stdout)
+    assert said.returncode == 0, findings
+    subjects = {finding["subject"] for finding in findings}
+    assert {f"{cluster.instance.name}/pool-0", f"{cluster.instance.name}/shard-2"} <= subjects
+    assert all(finding["verdict"] != "problem" for finding in findings)
+
+
+def test_bench_fetch_measures(cluster: Cluster) -> None:
+    said = kvcomm("bench", "fetch", "--blocks", "8", "--block-kib", "64", "--rounds", "2", "--json",
+                  "--instance", cluster.instance.name, "--config", str(cluster.config))  # fmt: skip
+    rows = json.loads(said.stdout)
+    assert [row["what"] for row in rows] == ["memcpy", "publish", "fetch, first", "fetch, repeated"]
+    assert all(row["blocks"] == 8 for row in rows)
+
+
+def test_metrics_are_served(cluster: Cluster) -> None:
+    import urllib.request
+
+    for record in cluster.instance.nodes():
+        with urllib.request.urlopen(f"http://{record.metrics}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        assert "kvcomm_store_capacity_bytes" in text
+        assert f'node="{record.node}"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "code"),
+    [
+        (["get", "a", "b", "--instance", "no-such-instance"], "no instance", 1),
+        (["put", "a", "b", "c", "--address", "tcp://127.0.0.1:1"], "token", 1),
+        (["up", "--config", "/no/such/file.yaml"], "No such file", 2),
+        (["status", "--instance", "Bad Name!"], "name", 2),
+    ],
+)
+def test_mistakes_are_explained_without_a_traceback(arguments: list[str], text: str, code: int) -> None:
+    said = kvcomm(*arguments)
+    assert said.returncode == code, said.stderr
+    assert text in said.stderr.decode()
+    assert b"Traceback" not in said.stderr
+
+
+def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text("cache: {l1_sise: 1GB}\n")
+    said = kvcomm("up", "--config", str(config))
+    assert said.returncode == 2
+    assert "cache.l1_size" in said.stderr.decode()
+
+
+@pytest.fixture
+def foreground(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(CONFIG.replace("shards: 3", "shards: 1"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcomm.cli", "up", "--instance", "fg", "--config", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        instance = Instance.open("fg")
+        eventually(lambda: not instance.nodes())
+        instance.remove()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_stops_cleanly_and_keeps_its_records(foreground: subprocess.Popen[bytes], number: int) -> None:
+    from kvcomm import connect
+
+    assert foreground.stdout is not None
+    assert b"is up" in foreground.stdout.readline()
+    again = kvcomm("up", "--instance", "fg")
+    assert again.returncode == 1
+    assert b"running already" in again.stderr
+    instance = Instance.open("fg")
+    with connect(instance="fg") as kv:
+        kv.state("kept").put("k", b"v")
+    pids = [record.pid for record in instance.nodes()]
+    assert len(pids) == 2
+    foreground.send_signal(number)
+    assert foreground.wait(30) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not list(Path("/dev/shm").glob("kvcomm-fg-*"))
+    config = instance.directory / "kvcomm.yaml"
+    second = subprocess.Popen(
+        [sys.executable, "-m", "kvcomm.cli", "up", "--instance", "fg", "--config", str(config)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert second.stdout is not None
+        assert b"is up" in second.stdout.readline()
+        with connect(instance="fg") as kv:
+            assert kv.state("kept").get("k").value == b"v"
+    finally:
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(30) == 0
+        second.stdout.close() if second.stdout else None
+
+
+def test_a_killed_supervisor_takes_its_nodes_along(foreground: subprocess.Popen[bytes]) -> None:
+    assert foreground.stdout is not None
+    assert b"is up" in foreground.stdout.readline()
+    pids = [record.pid for record in Instance.open("fg").nodes()]
+    os.kill(foreground.pid, signal.SIGKILL)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    eventually(lambda: not list(Path("/dev/shm").glob("kvcomm-fg-*")))
+
+
+def test_importing_the_client_loads_nothing_heavy() -> None:
+    heavy = {"torch", "grpc", "ray", "numpy", "transformers", "asyncio"}
+    program = f"import sys, kvcomm; print(sorted({heavy} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    assert said.stdout == b"[]\n"
+
+
+def test_an_idle_node_is_small(cluster: Cluster) -> None:
+    """Resident memory beyond the region: a bound in bytes, not in time."""
+    for record in cluster.instance.nodes():
+        status = Path(f"/proc/{record.pid}/status").read_text()
+        resident = {
+            line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("Rss")
+        }
+        private_kib = int(resident["RssAnon"]) + int(resident["RssFile"])
+        assert private_kib <= 80 * 1024, (record.node, resident)
