@@ -1,5 +1,4 @@
-"""``python -m bench [case ...] [--smoke] [--patience S] [--json FILE] [--write-docs]``: run the cases, print
-a report. found.
+"""``python -m bench [case ...] [--smoke] [--patience S] [--json FILE] [--write-docs]``: run and report.
 
 Every case runs in a process of its own, so that none of them finds another's memory, threads or imports.
 """
