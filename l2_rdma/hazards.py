@@ -33,7 +33,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HELD_RANGES_MAX = 4096
+SHARE_MAX = 8
+"""One client gets at most one word in so many: the first to come does not take them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,10 @@ class HazardTable:
         return len(self._orphans)
 
     def open(self, holder: int, wanted: int) -> HazardRange | None:
-        """A range for ``holder``, at most ``wanted`` long, shorter when little is left; ``None`` when nothing
-        is, or when it has one already."""
-        if holder in self._ranges or wanted < 1 or len(self._ranges) >= HELD_RANGES_MAX:
+        """A range for ``holder``, at most ``wanted`` and an eighth of the table long, shorter when little is
+        left; ``None`` when nothing is, or when it has one already."""
+        wanted = min(wanted, max(1, len(self._words) // SHARE_MAX))
+        if holder in self._ranges or wanted < 1:
             return None
         gap = max(self._gaps(), key=lambda each: min(each.count, wanted), default=None)
         if gap is None:

@@ -128,6 +128,8 @@ class Owner:
         pin_budget_bytes: what clients may keep pinned, all together; by default half of the slots.
         grace_s: how long retired slots rest (``l2_rdma.fence.grace_s``).
         backed_bytes: how much of the region has memory behind it; more with :meth:`grow`.
+        more: asked before anything is evicted: puts memory behind more of the region and returns how far it
+            reaches now; ``None`` = there is no more.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Owner:
         pin_budget_bytes: int | None = None,
         grace_s: float = 0.0,
         backed_bytes: int | None = None,
+        more: Callable[[], int | None] = lambda: None,
     ) -> None:
         layout = header.layout
         self._memory = memory
@@ -150,6 +153,7 @@ class Owner:
         self._barrier = barrier
         self._reservation_ttl_s = reservation_ttl_s
         self._grace_s = grace_s
+        self._more = more
         self._allocator = SlabAllocator(layout.slots_offset, layout.slab_bytes, 0)
         self._index = IndexWriter(memory, layout)
         first = layout.hazard_offset // WORD_BYTES
@@ -309,12 +313,17 @@ class Owner:
 
     # -- beyond the port -------------------------------------------------------------------------------------
 
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that is there and not used; the shell keeps some ahead of need."""
+        return self._allocator.capacity_bytes - self._allocator.used_bytes
+
     def grow(self, backed_bytes: int) -> None:
         """The first ``backed_bytes`` of the region have memory behind them now: their slabs may be used."""
         layout = self._header.layout
         slabs = max(0, min(backed_bytes, layout.slots_end) - layout.slots_offset) // layout.slab_bytes
         self._allocator.grow(slabs)
-        self._words[BACKED_WORD] = backed_bytes
+        self._words[BACKED_WORD] = max(backed_bytes, self._words[BACKED_WORD])
 
     # -- reserve, publish ------------------------------------------------------------------------------------
 
@@ -515,6 +524,9 @@ class Owner:
     def _make_room(self, slot_bytes: int, now: float) -> Place | None:
         self._collect(now)
         place = self._allocator.allocate(slot_bytes)
+        while place is None and (backed_bytes := self._more()) is not None:
+            self.grow(backed_bytes)
+            place = self._allocator.allocate(slot_bytes)
         if place is None and self._evict(slot_bytes, self._batch(slot_bytes)):
             self._collect(now)
             place = self._allocator.allocate(slot_bytes)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
 
 BACK_SLICE_BYTES = 64 << 20
 _TICK_MIN_S = 0.001
+_AHEAD_INTERVAL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class PoolOptions:
     hazard_count: int = 16_384
     """Views of all clients together."""
     directory: Path = SHM_DIRECTORY
+    ahead_bytes: int | None = 256 << 20
+    """Memory is put behind the region as it fills, so much ahead of need: a small cache costs little.
+    ``None``: all of it at once, in the background; nobody else can take it then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ async def block_region(
 ) -> AsyncIterator[tuple[Owner, Region]]:
     """A region of shared memory and its owner, for as long as the context lasts; used by pools and shards.
 
-    The memory behind the region arrives slice by slice in the background.  The caller ticks the owner.
+    The memory behind the region arrives slice by slice in the background, ahead of need; a burst that
+    overtakes it gets its slice at once, before anything is evicted.  The caller ticks the owner.
 
     Args:
         tenant: whose blocks the region holds; ``kvcomm.block.NO_TENANT`` = everybody's (then its path is
@@ -90,6 +95,7 @@ async def block_region(
     )
     stop = asyncio.Event()
     try:
+        backing = _Backing(region)
         first = await asyncio.to_thread(region.back, max(BACK_SLICE_BYTES, layout.slab_bytes))
         owner = Owner(
             region.memory,
@@ -100,13 +106,14 @@ async def block_region(
             pin_budget_bytes=options.pin_budget_bytes,
             grace_s=grace_s(),
             backed_bytes=first,
+            more=lambda: backing.more(layout.slab_bytes),
         )
-        backing = asyncio.create_task(_back(owner, region, stop))
+        ahead = asyncio.create_task(backing.keep_ahead(owner, options.ahead_bytes, stop))
         try:
             yield owner, region
         finally:
             stop.set()
-            await backing  # it must end before the region does
+            await ahead  # it must end before the region does
     finally:
         region.close()
 
@@ -171,15 +178,33 @@ async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) 
         return
 
 
-async def _back(owner: Owner, region: Region, stop: asyncio.Event) -> None:
-    """Bring the rest of the memory, a slice at a time, in a thread; a pool that cannot get it all goes on
-    with less."""
-    end = region.header.layout.slots_end
-    reached = region.backed_bytes
-    while reached < end and not stop.is_set():
+class _Backing:
+    """Puts memory behind a region; for the owner in need, and ahead of need."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._refused = False
+
+    def more(self, slice_bytes: int) -> int | None:
+        """How far the memory reaches now; ``None`` when there is no more: the store stays smaller."""
+        if self._refused or self._region.backed_bytes >= self._region.header.layout.slots_end:
+            return None
         try:
-            reached = await asyncio.to_thread(region.back, BACK_SLICE_BYTES)
+            return self._region.back(slice_bytes)
         except ConfigError as error:
-            _log.error("the pool stays smaller than configured: %s", error)
-            return
-        owner.grow(reached)
+            self._refused = True
+            _log.error("the region stays smaller than configured: %s", error)
+            return None
+
+    async def keep_ahead(self, owner: Owner, ahead_bytes: int | None, stop: asyncio.Event) -> None:
+        """A slice at a time, in a thread, until there is no more or the end."""
+        while not stop.is_set():
+            if ahead_bytes is None or owner.spare_bytes < ahead_bytes:
+                reached = await asyncio.to_thread(self.more, BACK_SLICE_BYTES)
+                if reached is None:
+                    return
+                owner.grow(reached)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_AHEAD_INTERVAL_S):
+                        await stop.wait()

@@ -20,6 +20,7 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import weakref
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class Region:
         self.words = self.memory.cast("Q")
         self._descriptor = descriptor
         self._backed_bytes = 0
+        self._backing = threading.Lock()
         self._close_file = weakref.finalize(self, os.close, descriptor)
         self._close_file.atexit = False  # the kernel closes it when the last thread is gone, not before
         self._unlink: weakref.finalize[[int, Path], Region] | None = None  # set in the owner
@@ -131,19 +133,20 @@ class Region:
 
     def back(self, slice_bytes: int) -> int:
         """Owner: put memory behind the next ``slice_bytes``; how far it reaches now.  Releases the GIL (about
-        0.25 s a GiB).
+        0.25 s a GiB).  Thread-safe.
 
         The caller passes the result to ``Owner.grow``, which tells everybody.
 
         Raises:
             ConfigError: the directory is full.
         """
-        begin, end = self._backed_bytes, self.header.layout.slots_end
-        size = min(slice_bytes, end - begin)
-        if size > 0:
-            _allocate(self._descriptor, begin, size, self.path.parent)
-            self._backed_bytes = begin + size
-        return self._backed_bytes
+        with self._backing:
+            begin, end = self._backed_bytes, self.header.layout.slots_end
+            size = min(slice_bytes, end - begin)
+            if size > 0:
+                _allocate(self._descriptor, begin, size, self.path.parent)
+                self._backed_bytes = begin + size
+            return self._backed_bytes
 
     def populate(self, begin: int, end: int) -> bool:
         """Client: enter ``[begin, end)`` into this process's page tables, so that first reads do not fault

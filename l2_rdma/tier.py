@@ -437,9 +437,9 @@ def _prefault(region: Region, stop: threading.Event) -> None:
     at, end = 0, region.header.layout.slots_end
     while at < end:
         step = min(at + _PREFAULT_SLICE_BYTES, region.backed_bytes)
-        if step > at:
-            if not region.populate(at, step):
-                return
-            at = step
-        if stop.wait(_PREFAULT_PAUSE_S if step > at - 1 else _PREFAULT_WAIT_S):
+        arrived = step > at
+        if arrived and not region.populate(at, step):
+            return
+        at = max(at, step)
+        if stop.wait(_PREFAULT_PAUSE_S if arrived else _PREFAULT_WAIT_S):
             return

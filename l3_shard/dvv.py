@@ -76,7 +76,7 @@ def put(
     if context.counter(replica) > seen.counter(replica):
         raise Conflict("the context was not read from this record; read the record and put with its context")
     dot = Dot(replica, seen.counter(replica) + 1)
-    kept = [sibling for sibling in state.siblings if not context.covers(_dot(sibling))]
+    kept = [sibling for sibling in state.siblings if context.counter(sibling.replica) < sibling.counter]
     siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])
     if value is not None:
         _check_bounds(siblings)
@@ -117,7 +117,7 @@ def presented(state: RecordState) -> RecordState:
             best = by_value.get(sibling.value)
             if best is None or _age(sibling) > _age(best):
                 by_value[sibling.value] = sibling
-    return RecordState(state.context, sorted(by_value.values(), key=_dot))
+    return RecordState(state.context, sorted(by_value.values(), key=_order))
 
 
 def alive(state: RecordState) -> bool:
@@ -155,7 +155,7 @@ def _canonical(siblings: Iterable[Sibling]) -> list[Sibling]:
         rival = newest.get((sibling.replica, sibling.value))
         if rival is None or rival.counter < sibling.counter:
             newest[sibling.replica, sibling.value] = sibling
-    return sorted(newest.values(), key=_dot)
+    return sorted(newest.values(), key=_order)
 
 
 def _check_bounds(siblings: list[Sibling]) -> None:
@@ -175,5 +175,9 @@ def _dot(sibling: Sibling) -> Dot:
     return Dot(sibling.replica, sibling.counter)
 
 
-def _age(sibling: Sibling) -> tuple[int, Dot]:
-    return sibling.hlc, _dot(sibling)
+def _order(sibling: Sibling) -> tuple[str, int]:
+    return sibling.replica, sibling.counter
+
+
+def _age(sibling: Sibling) -> tuple[int, tuple[str, int]]:
+    return sibling.hlc, _order(sibling)

@@ -66,6 +66,8 @@ class Reading:
         refused: Callable[[Message], None],
     ) -> None:
         self.degraded_count = 0
+        self.contradiction_count = 0
+        """States that contradict another replica's."""
         self._desk, self._lines, self._repair, self._refused = desk, lines, repair, refused
 
     def get(self, origin: Origin, epoch: int, queries: Sequence[Query]) -> None:
@@ -105,7 +107,7 @@ class Reading:
         self._settle(record)
 
     def _answered(self, records: list[_Record], answer: Message) -> None:
-        usable = isinstance(answer, RecordStates) and len(answer.states) == len(records)
+        usable = isinstance(answer, RecordStates) and len(answer.states) == len(records) and _sound(answer)
         if not usable:
             self._refused(answer)
         for index, record in enumerate(records):
@@ -114,13 +116,15 @@ class Reading:
                 self._learn(record, answer.states[index] or dvv.EMPTY, counts=not answer.degraded)
             self._settle(record)
 
-    @staticmethod
-    def _learn(record: _Record, state: RecordState, *, counts: bool = True) -> None:
+    def _learn(self, record: _Record, state: RecordState, *, counts: bool = True) -> None:
+        """A state that cannot be, or contradicts another, is no answer: the quorum decides whether the rest
+        suffices."""
         try:
-            record.state = dvv.merge(record.state, dvv.checked(state))
+            record.state = dvv.merge(record.state, state)
         except (Corrupt, TooLarge):
-            return  # as good as no answer; the quorum decides whether the others suffice
-        record.answer_count += counts
+            self.contradiction_count += 1
+        else:
+            record.answer_count += counts
 
     def _settle(self, record: _Record) -> None:
         if not record.decided and (record.answer_count >= record.query.need or not record.outstanding):
@@ -152,3 +156,10 @@ class Reading:
         degraded = any(record.answer_count < record.query.need for record in get.records)
         self.degraded_count += degraded
         return RecordStates(states, degraded)
+
+
+def _sound(answer: RecordStates) -> bool:
+    try:
+        return all(dvv.checked(state) == state for state in answer.states if state is not None)
+    except Corrupt:
+        return False

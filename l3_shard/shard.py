@@ -65,7 +65,7 @@ from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.reading import Query, Reading
 from l3_shard.replica import successor
-from l3_shard.ring import Ring, RingError, decode_map, encode_map
+from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.storage import Loaded, Persisted, Scan, Scanned
 from l3_shard.writing import Draft, Writing
 
@@ -106,6 +106,8 @@ class ShardCounts:
     """Records that a replica did not acknowledge."""
     damaged_count: int
     """Records whose stored bytes failed verification."""
+    contradiction_count: int
+    """States read for one record that cannot both be: some replica lost its state and kept its id."""
     drift_count: int
     """Stamps too far ahead of our wall clock to follow."""
 
@@ -249,6 +251,8 @@ class Shard:
                     self._replicate(origin, message)
                 case RecordFetch():
                     self._fetch(origin, message)
+                case RingGet() if self.ring.epoch == NO_RING.epoch:
+                    raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
                     self._desk.reply(origin, self.ring.to_map())
                 case _:
@@ -481,6 +485,7 @@ class Shard:
             self._stale_map_count,
             self._missed_count,
             self._damaged_count,
+            self._reading.contradiction_count,
             self._drift_count,
         )
 

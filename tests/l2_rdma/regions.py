@@ -21,7 +21,7 @@ from kvcomm.block import (
 from kvcomm.namespace import NamespaceId, TenantDigest
 from kvcomm.wire.messages import Grant, Want
 from l2_rdma.layout import REGION_HEADER_BYTES, RegionHeader, RegionLayout, plan_layout
-from l2_rdma.owner import Owner
+from l2_rdma.owner import Owner, SlotLease
 
 TENANT = TenantDigest(b"tenant-of-tests!")
 OTHER_TENANT = TenantDigest(b"someone-else-s-t")
@@ -43,16 +43,16 @@ def payload_of(number: int, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
 def header_of(number: int, payload: bytes | None = None, **changes: Any) -> BlockHeader:
     payload = payload_of(number) if payload is None else payload
     header = BlockHeader(
-        key=key_of(number), parent=NO_PARENT, namespace=NamespaceId(bytes(32)), lineage=ROOT_LINEAGE, tenant=TENANT,
-        logical_start=0, token_count=16, dtype="float16", codec="raw", payload_bytes=len(payload),
-        producer=Incarnation(7), payload_checksum=xxh3_64_intdigest(payload),
+        key=key_of(number), parent=NO_PARENT, namespace=NamespaceId(bytes(32)), lineage=ROOT_LINEAGE,
+        tenant=TENANT, logical_start=0, token_count=16, dtype="float16", codec="raw",
+        payload_bytes=len(payload), producer=Incarnation(7), payload_checksum=xxh3_64_intdigest(payload),
     )  # fmt: skip
     return replace(header, **changes)
 
 
 def layout_of(slab_count: int = 2, **changes: Any) -> RegionLayout:
     """A region of ``slab_count`` slabs of 4 KiB."""
-    options = {"slab_bytes": SLAB_BYTES, "index_entries": 64, "hazard_count": 16} | changes
+    options = {"slab_bytes": SLAB_BYTES, "index_entries": 64, "hazard_count": 64} | changes
     overhead = plan_layout(1 << 20, **options).slots_offset
     return plan_layout(overhead + slab_count * options["slab_bytes"], **options)
 
@@ -96,6 +96,11 @@ class OwnedMemory:
         status = self.owner.publish([grant.token], holder, now, verify=True)[0]
         return "stored" if status == "published" else status
 
+    def lease(self, number: int) -> SlotLease:
+        lease = self.owner.lease(key_of(number), TENANT)
+        assert lease is not None
+        return lease
+
     def present(self, *numbers: int) -> list[bool]:
         return self.owner.present([key_of(number) for number in numbers], TENANT)
 
@@ -105,8 +110,7 @@ class OwnedMemory:
 
     def offset_of(self, number: int) -> int:
         """Where a published block lies."""
-        lease = self.owner.lease(key_of(number), TENANT)
-        assert lease is not None
+        lease = self.lease(number)
         try:
             at = bytes(self.memory).find(bytes(lease.copy), self.layout.slots_offset)
         finally:

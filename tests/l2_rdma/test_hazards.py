@@ -4,18 +4,20 @@ from hypothesis import strategies as st
 from l2_rdma.hazards import HazardRange, HazardTable
 
 
-def make_table(count=16, locked=lambda first, count: False):
+def make_table(count=32, locked=lambda first, count: False):
     words = memoryview(bytearray(8 * count)).cast("Q")
     return HazardTable(words, locked), words
 
 
-def test_ranges_do_not_overlap_and_shrink_when_little_is_left():
-    table, _ = make_table(10)
+def test_ranges_do_not_overlap_and_nobody_takes_more_than_a_share():
+    table, _ = make_table(42)
 
-    assert table.open(1, 6) == HazardRange(0, 6)
-    assert table.open(2, 6) == HazardRange(6, 4)
-    assert table.open(3, 6) is None
-    assert table.client_count == 2
+    assert [table.open(holder, 100) for holder in range(10)] == [
+        *[HazardRange(5 * holder, 5) for holder in range(8)],
+        HazardRange(40, 2),
+        None,
+    ]
+    assert table.client_count == 9
     table.check()
 
 
@@ -45,7 +47,7 @@ def test_a_dead_clients_pins_are_dropped():
     table.sweep()
 
     assert table.pinned() == frozenset()
-    assert table.open(2, 16) == HazardRange(0, 16)
+    assert table.open(2, 16) == HazardRange(0, 4)
 
 
 def test_pins_of_a_living_process_outlive_its_connection():
@@ -58,7 +60,7 @@ def test_pins_of_a_living_process_outlive_its_connection():
 
     assert table.pinned() == {4096}
     assert table.orphan_count == 1
-    assert table.open(2, 16) == HazardRange(4, 12), "its words are nobody else's"
+    assert table.open(2, 16) == HazardRange(4, 4), "its words are nobody else's"
 
     alive.clear()
     table.sweep()
@@ -68,7 +70,7 @@ def test_pins_of_a_living_process_outlive_its_connection():
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.booleans()), max_size=40))
 def test_no_word_ever_has_two_owners(steps):
-    table, _ = make_table(20)
+    table, _ = make_table(24)
     for holder, count, close in steps:
         if close:
             table.release(holder)

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -62,7 +63,8 @@ def test_an_entry_that_reuses_a_place_starts_without_the_mark():
 
 @given(cut=st.integers(1, 47), old=st.integers(1, 1 << 62), new=st.integers(1, 1 << 62))
 def test_an_entry_torn_between_two_writes_is_no_hint(cut, old, new):
-    """A copy that holds the first ``cut`` bytes of the new entry and the rest of the old one must be either of the two."""
+    """A copy that holds the first ``cut`` bytes of the new entry and the rest of the old one must be either
+    of the two."""
     writer, reader, memory, layout = make_index()
     entry = writer.insert(key_of(1), Generation(old), 4096, 512)
     begin = layout.index_offset + entry * ENTRY_BYTES
@@ -144,4 +146,4 @@ class IndexAgainstDict(RuleBasedStateMachine):
             assert (hint and (hint.generation, hint.entry)) == expected
 
 
-TestIndexAgainstDict = IndexAgainstDict.TestCase
+TestIndexAgainstDict = pytest.mark.slow(IndexAgainstDict.TestCase)

@@ -1,3 +1,4 @@
+import itertools
 import struct
 
 import pytest
@@ -81,8 +82,8 @@ def test_the_parts_never_overlap(region_bytes, slab_kib, entries):
         layout = plan_layout(
             region_bytes, slab_bytes=slab_kib and slab_kib << 10, index_entries=entries, hazard_count=100
         )
-    except ConfigError as error:
-        assert "cache.l2_size" in str(error)
+    except ConfigError:
+        assert region_bytes < (slab_kib or 1024) * 1024 + (entries or region_bytes >> 15) * 64 + (1 << 20)
         return
     ends = [
         (layout.index_offset, layout.index_offset + layout.bucket_count * 512),
@@ -90,7 +91,7 @@ def test_the_parts_never_overlap(region_bytes, slab_kib, entries):
         (layout.slots_offset, layout.slots_end),
     ]
     assert ends == sorted(ends)
-    assert all(left[1] <= right[0] for left, right in zip(ends, ends[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ends))
     assert layout.slots_end <= layout.region_bytes <= region_bytes
     assert layout.bucket_count * 8 >= (entries or 1024)
 

@@ -1,12 +1,13 @@
 """The owner and a real reader over one region, driven at random against a dictionary.
 
-What must hold whatever happens: a hit has exactly the bytes that were put under its key; what is present is found;
-bytes under a view, a lease or a writer's pin never change.
+What must hold whatever happens: a hit has exactly the bytes that were put under its key; what is present is
+found; bytes under a view, a lease or a writer's pin never change.
 """
 
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -148,9 +149,10 @@ class OwnerAndReader(RuleBasedStateMachine):
         lease = self.owner.lease(key_of(number), TENANT)
         if lease is None or any(each == number for each, _ in [*self.views, *self.leases]):
             return
-        offset = self.reader._index.probe(key_of(number)).offset
+        hint = self.reader._index.probe(key_of(number))
+        assert hint is not None
         lease.release()
-        self.region.memory[offset + HEADER_BYTES] ^= 1
+        self.region.memory[hint.offset + HEADER_BYTES] ^= 1
         self.reader._verified.clear()  # as in a process that has not seen it yet
         assert self.reader.view(key_of(number)) is None
         self.owner.tick(self.now)
@@ -169,4 +171,4 @@ class OwnerAndReader(RuleBasedStateMachine):
 
 
 OwnerAndReader.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
-TestOwnerAndReader = OwnerAndReader.TestCase
+TestOwnerAndReader = pytest.mark.slow(OwnerAndReader.TestCase)

@@ -156,7 +156,9 @@ def test_two_clients_cannot_share_hazard_words(make_pool):
     intruder = Reader(region, PinTable(region, 0, 8))
 
     assert intruder.pins.count == 0
-    assert not intruder.view(key_of(1)).pinned
+    block = intruder.view(key_of(1))
+    assert block is not None
+    assert not block.pinned
 
 
 @pytest.mark.processes
@@ -168,6 +170,7 @@ def test_a_forked_child_neither_pins_nor_unpins_for_its_parent(pool):
         status = 1
         try:
             copy = pool.reader.view(key_of(1))
+            assert copy is not None
             right = bytes(copy.payload) == payload_of(1) and not copy.pinned
             del view
             gc.collect()

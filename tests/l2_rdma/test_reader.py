@@ -141,7 +141,7 @@ def test_a_block_evicted_between_index_and_slot_is_a_miss(make_pool):
 
 
 def test_small_blocks_are_copied_out_above_the_threshold_they_are_views(make_pool):
-    pool = make_pool(hazard_count=64)
+    pool = make_pool()
     pool.put(1)
 
     assert not pool.client(view_bytes_min=COPY_BYTES + 1).view(key_of(1)).pinned

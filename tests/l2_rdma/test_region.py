@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,13 @@ ROOT = Path(__file__).parents[2]
 OWNER_SCRIPT = """
 import sys
 from pathlib import Path
+from typing import Any
 from kvcomm.block import Incarnation
 from l2_rdma.region import Region
 from tests.l2_rdma.regions import TENANT, layout_of
 region = Region.create(
-    Path(sys.argv[1]), instance="tests", node="pool-0", tenant=TENANT, incarnation=Incarnation(1), layout=layout_of()
+    Path(sys.argv[1]), instance="tests", node="pool-0", tenant=TENANT, incarnation=Incarnation(1),
+    layout=layout_of()
 )
 print(region.path, flush=True)
 sys.stdin.read()
@@ -30,8 +33,8 @@ sys.stdin.read()
 
 
 def make_region(directory, **changes):
-    facts = {"instance": "tests", "node": "pool-0", "tenant": TENANT, "incarnation": Incarnation(5)}
-    return Region.create(directory, layout=layout_of(), **(facts | changes))
+    facts: dict[str, Any] = {"instance": "tests", "node": "pool-0", "tenant": TENANT}
+    return Region.create(directory, incarnation=Incarnation(5), layout=layout_of(), **(facts | changes))
 
 
 @pytest.fixture
@@ -194,6 +197,7 @@ def test_the_region_of_a_killed_owner_is_found_and_removed(tmp_path):
         text=True,
     )
     try:
+        assert owner.stdout is not None
         path = Path(owner.stdout.readline().strip())
         client = Region.attach(path, TENANT)
         assert reclaim_stale(tmp_path) == []

@@ -1,3 +1,5 @@
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,27 +10,26 @@ def nobody(_item):
     return False
 
 
+def take_mark(marked, item):
+    taken = item in marked
+    marked.discard(item)
+    return taken
+
+
 def everybody(_item):
     return True
 
 
 def evict_all(sieve, marks=()):
     marked, order = set(marks), []
-
-    def take(item):
-        if item in marked:
-            marked.remove(item)
-            return True
-        return False
-
-    while (victim := sieve.victim(take, everybody)) is not None:
+    while (victim := sieve.victim(partial(take_mark, marked), everybody)) is not None:
         sieve.remove(victim)
         order.append(victim)
     return order
 
 
 def sieve_of(*items):
-    sieve = Sieve()
+    sieve: Sieve = Sieve()
     for item in items:
         sieve.add(item)
     return sieve
@@ -88,7 +89,9 @@ def test_nobody_can_go():
 )
 def test_the_links_agree_with_a_list(steps):
     """Oracle: a Python list and an index for the hand."""
-    sieve, items, hand = Sieve(), [], 0
+    sieve: Sieve = Sieve()
+    items: list[int] = []
+    hand = 0
     for action, item, marks in steps:
         if action == "add" and item not in items:
             sieve.add(item)
@@ -106,9 +109,7 @@ def test_the_links_agree_with_a_list(steps):
             marked = {number for number in range(12) if marks >> number & 1}
             other = set(marked)
             expected, hand = _victim(items, hand, other)
-            assert (
-                sieve.victim(lambda item: item in marked and not marked.remove(item), everybody) == expected
-            )
+            assert sieve.victim(partial(take_mark, marked), everybody) == expected
             assert marked == other
         hand = hand if hand < len(items) else 0
         assert list(sieve) == items

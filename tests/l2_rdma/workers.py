@@ -1,7 +1,8 @@
 """Processes for the torn-read tests: ``python -m tests.l2_rdma.workers owner|reader ...``.
 
-The owner puts blocks into a region far too small for them, as fast as it can, so slots are reused all the time.  Readers read
-as fast as they can, keep some views for a while, and compare every byte with what the key stands for.
+The owner puts blocks into a region far too small for them, as fast as it can, so slots are reused all the
+time.  Readers read as fast as they can, keep some views for a while, and compare every byte with what the key
+stands for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class NoVerification(Verification):
 
 
 class SlowIndex(IndexReader):
-    """Gives the processor away between the index and the slot, so that the slot is often reused in between."""
+    """Gives the processor away between the index and the slot, so that the slot is often reused in
+    between."""
 
     probes = 0
 
@@ -66,10 +68,10 @@ def expected_payloads() -> list[bytes]:
 def own(directory: Path, readers: int, ignore_pins: bool) -> None:
     """Until standard input ends."""
     if ignore_pins:
-        HazardTable.pinned = lambda self: frozenset()
+        HazardTable.pinned = lambda self: frozenset()  # type: ignore[method-assign]
     pool = SharedPool(directory, slab_count=2, slab_bytes=16 << 10, pin_slots=PIN_SLOTS, hazard_count=64)
     ranges = [pool.owner.open_pins(holder, PIN_SLOTS)[:2] for holder in range(readers)]
-    print(json.dumps({"path": str(pool.region.path), "ranges": ranges}), flush=True)
+    say(path=str(pool.region.path), ranges=ranges)
     payloads, pick, puts = expected_payloads(), random.Random(1), 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         for _ in range(64):
@@ -77,7 +79,7 @@ def own(directory: Path, readers: int, ignore_pins: bool) -> None:
             puts += pool.put(number, payloads[number]) == "published"
         pool.owner.tick(time.monotonic())
     pool.owner.check()
-    print(json.dumps({"puts": puts, "evicted": pool.owner.usage().evicted_count}), flush=True)
+    say(puts=puts, evicted=pool.owner.usage().evicted_count)
     pool.region.close()
 
 
@@ -101,8 +103,19 @@ def read(path: str, first: int, count: int, reads: int, seconds: float, verify: 
             number, payload = held.pop(0)
             wrong += payload != payloads[number]
     counters = reader.counters
-    print(json.dumps({"reads": done, "wrong": wrong, "hits": counters.hits, "corrupt": counters.corrupt,
-                      "retries": counters.retries, "copies": counters.unpinned_copies}), flush=True)  # fmt: skip
+    say(
+        reads=done,
+        wrong=wrong,
+        hits=counters.hits,
+        corrupt=counters.corrupt,
+        retries=counters.retries,
+    )
+
+
+def say(**facts) -> None:
+    """One line for the test."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

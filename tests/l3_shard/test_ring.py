@@ -61,14 +61,14 @@ shard_lists = st.lists(
 ).map(lambda many: [node(f"s{number}", rack, weight) for number, rack, weight in many])
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(shard_lists, st.binary(max_size=8), st.integers(1, 8), st.integers(1, 4))
 def test_owners_are_the_oracles(shards, key, count, replicas):
     ring = Ring.from_map(ring_map(shards, replicas=replicas))
     assert ring.owners(key, count) == oracle(shards, key, count)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(shard_lists, st.binary(max_size=8))
 def test_owners_are_distinct_and_in_racks_apart(shards, key):
     ring = Ring.from_map(ring_map(shards))
@@ -107,7 +107,7 @@ def test_a_new_shard_takes_its_share_and_moves_nothing_else(count):
     assert moved / len(KEYS) == pytest.approx(1 / (count + 1), rel=0.3)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(shard_lists, st.sampled_from("xyzw"), st.binary(max_size=8), st.integers(1, 5))
 def test_a_new_shard_never_moves_a_copy_between_old_ones(shards, rack, key, count):
     before = Ring.from_map(ring_map(shards)).owners(key, count)
@@ -115,7 +115,7 @@ def test_a_new_shard_never_moves_a_copy_between_old_ones(shards, rack, key, coun
     assert set(after) <= {*before, "newcomer"}
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(shard_lists, st.randoms(use_true_random=False))
 def test_order_of_the_map_does_not_matter(shards, random):
     shuffled = random.sample(shards, len(shards))

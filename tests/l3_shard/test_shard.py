@@ -40,7 +40,7 @@ from kvcomm.wire.messages import (
     Sibling,
 )
 from l3_shard.desk import ShardLimits
-from l3_shard.ring import decode_map, encode_map
+from l3_shard.ring import NO_RING, decode_map, encode_map
 from l3_shard.shard import RECORD_KEY_BYTES_MAX, RingChanged, Shard, WallAdjusted
 from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
 from tests.l3_shard.cluster import NODE_TENANT, TENANT, ring_map
@@ -416,6 +416,18 @@ def test_a_get_that_nobody_could_answer_is_unavailable_not_absent():
     assert bench.on(Loaded(ticket_of(load), (ONE,)), now=1.6) == []
 
 
+def test_a_state_that_contradicts_another_is_counted_and_no_answer():
+    twin = RecordState(ONE.context, [Sibling(V1.replica, 1, STAMP, b"another")])
+    bench = Bench(read=2)
+    to_b, to_c, load = sorted(bench.ask(RecordGet(1, [b"k"])), key=ticket_of)
+    bench.on(Answered(ticket_of(to_b), RecordStates([twin])))
+    assert bench.on(Loaded(ticket_of(load), (ONE,))) == []
+    effects = bench.on(Answered(ticket_of(to_c), RecordStates([RecordState({}, [V1])])))
+    (reply,) = [effect for effect in effects if isinstance(effect, Reply)]
+    assert reply.message == RecordStates([twin], degraded=True)
+    assert bench.shard.counts().contradiction_count == 1
+
+
 def test_an_unreadable_disk_asks_the_peers():
     bench = Bench()
     (load,) = bench.ask(RecordGet(1, [b"k"]))
@@ -502,6 +514,15 @@ def test_only_newer_rings_are_taken_up():
     bench.on(RingChanged(ring_map("abcd", epoch=6)))
     assert bench.shard.ring.epoch == 6
     assert bench.answer(RingGet()) == ring_map("abcd", epoch=6)
+
+
+def test_a_shard_without_a_ring_sends_askers_elsewhere_but_takes_replicas():
+    bench = Bench()
+    bench.shard = Shard(ME, f"{DRAWN}.1", NO_RING, node_tenant=NODE_TENANT, origin_ms=0)
+    for message in (RingGet(), put(), RecordGet(1, [b"k"])):
+        failure = bench.answer(message)
+        assert isinstance(failure, Failure) and failure.code == "unavailable"
+    assert len(bench.ask(RecordReplicate(1, [K], [ONE]), tenant=NODE_TENANT)) == 1
 
 
 def test_a_peer_that_is_ahead_teaches_its_map():

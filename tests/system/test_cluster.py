@@ -70,7 +70,7 @@ def test_a_stream_gives_blocks_in_order(kv: Client, namespace: Namespace) -> Non
 
 def test_blocks_that_do_not_fit_are_refused_and_nothing_is_written(kv: Client, namespace: Namespace) -> None:
     good = payloads(namespace, 2)
-    bad: list[Buffer]
+    bad: Sequence[Buffer]
     for bad in ([good[0], good[1][:-1]], [good[0], good[1] + b"x"], [good[0], memoryview(good[1])[::2]]):
         with pytest.raises(PayloadError, match="contiguous bytes"):
             kv.publish(namespace, TOKENS, bad)

@@ -1,0 +1,111 @@
+"""Grouped commits on a real store."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvcomm.machine import Effect, Event, Ticket
+from kvcomm.wire.messages import RecordState, Sibling
+from l3_shard.commits import Commits
+from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.store import DiskFailed, DiskFull, RecordStore
+
+STATE = RecordState({"replica0.1": 1}, [Sibling("replica0.1", 1, 5, b"v")])
+
+
+def run(directory: Path, fsync, play: Callable[[Commits, list[Event], RecordStore], None]) -> list[Event]:
+    """Orders of one turn; the events once everything is through."""
+    events: list[Event] = []
+    reasons: list[str] = []
+
+    async def main() -> None:
+        store = RecordStore(directory, fsync=fsync)
+        commits = Commits(store, events.append, reasons.append)
+        play(commits, events, store)
+        await commits.close()
+
+    asyncio.run(main())
+    assert reasons == []
+    return events
+
+
+def persist(number: int) -> Persist:
+    return Persist(Ticket(number), ((b"k%d" % number, STATE),), "replica0.1")
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+def test_the_writes_of_one_turn_are_one_transaction(tmp_path, fsync, monkeypatch):
+    transactions: list[int] = []
+    write = RecordStore.write
+
+    def counted(store: RecordStore, writes, replica: str) -> None:
+        transactions.append(len(writes))
+        write(store, writes, replica)
+
+    monkeypatch.setattr(RecordStore, "write", counted)
+
+    def play(commits: Commits, events: list[Event], store: RecordStore) -> None:
+        for number in (1, 2, 3):
+            commits.perform(persist(number))
+        assert events == []
+
+    events = run(tmp_path / "r", fsync, play)
+    assert events == [Persisted(Ticket(number)) for number in (1, 2, 3)] and transactions == [3]
+
+
+def test_reads_and_scans_are_answered_at_once(tmp_path):
+    def play(commits: Commits, events: list[Event], store: RecordStore) -> None:
+        store.write([(b"k", STATE)], store.replica)
+        commits.perform(Load(Ticket(1), (b"k", b"none")))
+        commits.perform(Scan(Ticket(2), b"", b"", 9))
+        assert events == [Loaded(Ticket(1), (STATE, None)), Scanned(Ticket(2), (b"k",), None)]
+
+    run(tmp_path / "r", "interval", play)
+
+
+def test_a_write_that_does_not_fit_does_not_fail_its_neighbours(tmp_path, monkeypatch):
+    write = RecordStore.write
+
+    def small_only(store: RecordStore, writes, replica: str) -> None:
+        if any(key == b"k2" for key, _ in writes):
+            raise DiskFull("no room for k2")
+        write(store, writes, replica)
+
+    monkeypatch.setattr(RecordStore, "write", small_only)
+
+    def play(commits: Commits, events: list[Event], store: RecordStore) -> None:
+        for number in (1, 2, 3):
+            commits.perform(persist(number))
+
+    events = run(tmp_path / "r", "interval", play)
+    outcomes = [(event.ticket, event.outcome) for event in events if isinstance(event, Persisted)]
+    assert outcomes == [(1, "durable"), (2, "full"), (3, "durable")]
+
+
+def test_a_failed_disk_is_told_apart(tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise DiskFailed("EIO")
+
+    for name in ("write", "load", "scan"):
+        monkeypatch.setattr(RecordStore, name, broken)
+
+    def play(commits: Commits, events: list[Event], store: RecordStore) -> None:
+        commits.perform(Load(Ticket(1), (b"k",)))
+        commits.perform(Scan(Ticket(2), b"", b"", 9))
+        commits.perform(persist(3))
+
+    assert run(tmp_path / "r", "interval", play) == [
+        Loaded(Ticket(1), (), failure="EIO"),
+        Scanned(Ticket(2), (), None, failure="EIO"),
+        Persisted(Ticket(3), "failed", "EIO"),
+    ]
+
+
+def test_an_effect_of_another_kind_is_a_bug(tmp_path):
+    def play(commits: Commits, events: list[Event], store: RecordStore) -> None:
+        with pytest.raises(TypeError):
+            commits.perform(Effect())
+
+    run(tmp_path / "r", "interval", play)

@@ -1,0 +1,160 @@
+"""Lines against a plain list: whatever storage's pace, no change is lost, doubled or reordered."""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcomm.clock import Stamp
+from kvcomm.errors import Conflict, KVCommError, Refused
+from kvcomm.machine import Effect
+from kvcomm.version import VersionVector
+from kvcomm.wire.messages import RecordState
+from l3_shard import dvv
+from l3_shard.lines import Lines, Local
+from l3_shard.storage import Load, Loaded, Persist, Persisted
+
+
+@dataclass(eq=False)
+class Append:
+    """Replaces the value by itself and one byte more; a lost update would lose its byte."""
+
+    mark: int
+    refuse: bool = False
+    outcome: str = ""
+
+    def apply(self, state: RecordState) -> RecordState:
+        if self.refuse:
+            raise Conflict("refused")
+        (before,) = [sibling.value or b"" for sibling in state.siblings] or [b""]
+        context = VersionVector.from_wire(state.context)
+        return dvv.put(state, "replica0.1", Stamp(1), before + bytes([self.mark]), context).state
+
+    def durable(self, state: RecordState) -> None:
+        assert not self.outcome and bytes([self.mark]) in value(state)
+        self.outcome = "durable"
+
+    def failed(self, error: KVCommError) -> None:
+        assert not self.outcome
+        self.outcome = "failed"
+
+
+def value(state: RecordState) -> bytes:
+    return b"".join(sibling.value or b"" for sibling in state.siblings)
+
+
+@dataclass
+class Driver:
+    lines: Lines = field(default_factory=lambda: Lines(100, count(1)))
+    disk: dict[bytes, RecordState] = field(default_factory=dict)
+    orders: list[Effect] = field(default_factory=list)
+
+    def flush(self) -> None:
+        while self.lines.pending:
+            self.orders += self.lines.flush("replica0.1")
+        self.lines.check()
+
+    def carry_out(self, number: int, full: bool = False) -> None:
+        """Storage finishes one of its orders, any of them."""
+        order = self.orders.pop(number % len(self.orders))
+        if isinstance(order, Load):
+            self.lines.loaded(Loaded(order.ticket, tuple(self.disk.get(key) for key in order.keys)))
+        elif isinstance(order, Persist):
+            if not full:
+                self.disk.update(order.writes)
+            self.lines.persisted(Persisted(order.ticket, "full" if full else "durable"))
+        self.flush()
+
+    def finish(self) -> None:
+        while self.orders:
+            self.carry_out(0)
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), st.sampled_from([b"k", b"l"]), st.booleans()),
+        st.tuples(st.just("read"), st.sampled_from([b"k", b"l"]), st.none()),
+        st.tuples(st.just("storage"), st.integers(0, 9), st.booleans()),
+    ),
+    max_size=30,
+)
+
+
+@given(events)
+def test_no_change_is_lost_doubled_or_reordered(steps):
+    driver = Driver()
+    changes: dict[bytes, list[Append]] = {b"k": [], b"l": []}
+    for mark, (kind, what, flag) in enumerate(steps, start=1):
+        if kind == "change":
+            change = Append(mark, refuse=bool(flag) and mark % 3 == 0)
+            changes[what].append(change)
+            driver.lines.change(what, change)
+            driver.flush()
+        elif kind == "read":
+            durable = {key: value(state) for key, state in driver.disk.items()}
+
+            def look(local: Local, key: bytes = what, then: dict[bytes, bytes] = durable) -> None:
+                assert value(local.state).startswith(then.get(key, b""))
+
+            driver.lines.read(what, look)
+            driver.flush()
+        elif driver.orders:
+            driver.carry_out(what, full=bool(flag) and what == 9)
+    driver.finish()
+    for key, made in changes.items():
+        assert all(change.outcome for change in made)
+        done = bytes(change.mark for change in made if change.outcome == "durable")
+        assert value(driver.disk.get(key, dvv.EMPTY)) == done
+        assert driver.lines.story(key) == "not in use"
+
+
+def test_a_withdrawn_change_does_not_happen_and_one_being_written_cannot_be_withdrawn():
+    driver = Driver()
+    first, second = Append(1), Append(2)
+    driver.lines.change(b"k", first)
+    driver.flush()
+    driver.carry_out(0)
+    driver.lines.change(b"k", second)
+    driver.flush()
+    assert driver.lines.withdraw(b"k", second) and not driver.lines.withdraw(b"k", first)
+    driver.finish()
+    assert value(driver.disk[b"k"]) == b"\x01" and not second.outcome
+    assert not driver.lines.withdraw(b"k", first)
+
+
+def test_the_queue_of_a_record_is_bounded():
+    lines = Lines(2, count(1))
+    for mark in (1, 2):
+        lines.change(b"k", Append(mark))
+    with pytest.raises(Refused, match="busy"):
+        lines.change(b"k", Append(3))
+
+
+def test_an_unreadable_disk_fails_the_changes_and_the_next_ones_read_again():
+    driver = Driver()
+    change = Append(1)
+    driver.lines.change(b"k", change)
+    driver.flush()
+    (load,) = driver.orders
+    assert isinstance(load, Load)
+    driver.orders.clear()
+    driver.lines.loaded(Loaded(load.ticket, (), failure="EIO"))
+    driver.flush()
+    assert change.outcome == "failed" and not driver.orders
+    driver.lines.change(b"k", Append(2))
+    driver.flush()
+    driver.finish()
+    assert value(driver.disk[b"k"]) == b"\x02"
+
+
+def test_the_check_notices_a_second_write_in_flight():
+    driver = Driver()
+    driver.lines.change(b"k", Append(1))
+    driver.flush()
+    driver.carry_out(0)
+    ticket = next(iter(driver.lines._persists))
+    driver.lines._persists[type(ticket)(99)] = (b"k",)
+    with pytest.raises(AssertionError, match="two writes"):
+        driver.lines.check()
