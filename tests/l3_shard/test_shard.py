@@ -376,7 +376,7 @@ def test_who_stands_in_for_the_first_owner_reads_what_every_write_quorum_has_see
     bench = Bench()  # three replicas, W = 2, R = 1
     first, second = owned_key(bench, place=0), owned_key(bench, place=1)
     assert [type(effect) for effect in bench.ask(RecordGet(1, [first]))] == [Load]
-    to_b, to_c, load = sorted(bench.ask(RecordGet(1, [second]), request=2), key=ticket_of)
+    to_b, _, load = sorted(bench.ask(RecordGet(1, [second]), request=2), key=ticket_of)
     assert bench.on(Loaded(ticket_of(load), (None,))) == [], "its own word is not enough"
     effects = bench.on(Answered(ticket_of(to_b), RecordStates([OTHER])))
     assert Reply(origin(2), RecordStates([OTHER])) in effects
