@@ -312,9 +312,9 @@ class StorageConfig:
         "fsync", _one_of("always", "interval", "never"), "always",
         "When a record write is forced to disk. `always`: before it is acknowledged, nothing acknowledged "
         "is lost in a power cut. `interval`: acknowledged first, forced every `fsync_interval`. `never`: "
-        "left to the operating system. With these two a crash of the process loses nothing, but a power cut costs "
-        "the shard its whole database: it is set aside and the shard starts empty, so only what other hosts' "
-        "replicas have is left.",
+        "left to the operating system. With these two a crash of the process loses nothing, but a power cut "
+        "costs the shard its whole database: it is set aside and the shard starts empty, so only what other "
+        "hosts' replicas have is left.",
     )  # fmt: skip
     fsync_interval_s: float = _setting(
         "fsync_interval", _positive_seconds, "50ms",
