@@ -1,0 +1,155 @@
+"""``Workload``: what clients do, and how what came of it is judged.
+
+A workload is a class behind this port; the cluster, the faults and the history are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+from kvcomm.chaos.eventual import Ending, check_eventual
+from kvcomm.chaos.history import History, Invoked, Returned, Seen, Stored, Write, outcome_of
+from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.watch import Violation
+from kvcomm.errors import KVCommError
+from kvcomm.stateplane import StateValue
+from kvcomm.steps import Steps
+from kvcomm.wire.messages import Dots, RecordVersion
+
+if TYPE_CHECKING:
+    from kvcomm.chaos.cluster import ClientProcess, Cluster
+
+BATCH_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One operation, ready to run."""
+
+    invoked: Invoked
+    steps: Callable[[], Steps[object]]
+    returned: Callable[[float, object], Returned]
+    """(when, result of the steps) -> the line that says so."""
+
+
+class Workload(Protocol):
+    """What one kind of clients does."""
+
+    def act(self, client: ClientProcess, at: float) -> Act:
+        """Draw the next operation of ``client``."""
+        ...
+
+    def check(self, plan: Plan, history: History, ending: Ending) -> list[Violation]:
+        """Which promises the history breaks."""
+        ...
+
+
+class EventualWorkload:
+    """Gets, puts with and without context, deletes and batches of eventual records, every value unique."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._keys = [f"key{index}" for index in range(plan.keys)]
+        self._operations = count()
+        self._values = count()
+
+    def act(self, client: ClientProcess, at: float) -> Act:
+        kind = client.draw.weighted(self._plan.mix)
+        number = next(self._operations)
+        if kind == "get":
+            return self._get(client, number, at, client.draw.some(self._keys, client.draw.between(1, BATCH_MAX)))
+        keys = client.draw.some(self._keys, BATCH_MAX if kind == "batch" else 1)
+        writes = [
+            Write(key, None if kind == "delete" else f"v{next(self._values)}", blind=kind == "blind")
+            for key in keys
+        ]
+        return self._put(client, number, at, kind, writes)
+
+    def read_everything(self, client: ClientProcess, at: float) -> Act:
+        """The last operations of a run: what is to be seen when everything is healed."""
+        return self._get(client, next(self._operations), at, self._keys)
+
+    def check(self, plan: Plan, history: History, ending: Ending) -> list[Violation]:
+        return check_eventual(plan, history, ending)
+
+    @staticmethod
+    def _get(client: ClientProcess, number: int, at: float, keys: Sequence[str]) -> Act:
+        def returned(at: float, result: object) -> Returned:
+            assert isinstance(result, list)
+            seen = [_seen(value) for value in result]
+            return Returned(at, client.host.name, number, "ok", seen=seen)
+
+        return Act(
+            Invoked(at, client.host.name, number, "get", list(keys)),
+            lambda: client.plane.get([key.encode() for key in keys]),
+            returned,
+        )
+
+    @staticmethod
+    def _put(client: ClientProcess, number: int, at: float, kind: str, writes: list[Write]) -> Act:
+        def returned(at: float, result: object) -> Returned:
+            assert isinstance(result, list)
+            stored = [_stored(version) for version in result]
+            return Returned(at, client.host.name, number, "ok", stored=stored)
+
+        batch: list[tuple[bytes, bytes | None, Dots | None]] = [
+            (
+                write.key.encode(),
+                None if write.value is None else write.value.encode(),
+                {} if write.blind else None,
+            )
+            for write in writes
+        ]
+        return Act(
+            Invoked(at, client.host.name, number, kind, [write.key for write in writes], writes),
+            lambda: client.plane.put(batch),
+            returned,
+        )
+
+
+class Work:
+    """Keeps the clients of a cluster at work."""
+
+    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+        self._cluster, self._workload = cluster, workload
+
+    def begin(self) -> None:
+        for client in self._cluster.clients:
+            self._rest(client)
+
+    def run(self, client: ClientProcess, act: Act, then: Callable[[], None]) -> None:
+        """Run one operation and write down what came of it."""
+        history = self._cluster.history
+        history.add(act.invoked)
+
+        def done(result: object, error: KVCommError | None) -> None:
+            at = round(self._cluster.world.now, 6)
+            if error is None:
+                history.add(act.returned(at, result))
+            else:
+                text = f"{error.code}: {error.message}"
+                history.add(
+                    Returned(at, act.invoked.client, act.invoked.operation, outcome_of(error), error=text)
+                )
+            then()
+
+        client.run(act.steps, done)
+
+    def _rest(self, client: ClientProcess) -> None:
+        client.host.after(client.draw.uniform(0.0, self._cluster.plan.pace_s), lambda: self._next(client))
+
+    def _next(self, client: ClientProcess) -> None:
+        at = self._cluster.world.now
+        if at < self._cluster.plan.active_s:
+            self.run(client, self._workload.act(client, round(at, 6)), lambda: self._rest(client))
+
+
+def _seen(value: StateValue) -> Seen:
+    return Seen([each.decode() for each in value.values], value.context, value.degraded)
+
+
+def _stored(version: RecordVersion) -> Stored:
+    return Stored(version.replica, version.counter, version.context, version.acks)
