@@ -7,6 +7,7 @@ contract (a disk, a record, a power cut without fsync) is limited by the plan's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
@@ -38,7 +39,7 @@ class Nemesis:
         self._recut()
         network = self.cluster.network
         network.slow.clear()
-        network.weather.loss = network.weather.double = network.weather.tail = 0.0
+        network.weather = replace(network.weather, loss=0.0, double=0.0, tail=0.0)
         for name in self.cluster.names:
             disk = self.cluster.disks[name]
             disk.room_bytes, disk.failing = None, False

@@ -47,7 +47,7 @@ class Server(Protocol):
     def closed(self, connection: ConnectionId) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weather:
     """What the network does to frames.  Probabilities are per frame."""
 

@@ -51,9 +51,9 @@ def _weather(draw: Draw) -> Weather:
     fast = draw.chance(0.7)
     return Weather(
         delay_s=(0.0002, 0.004) if fast else (0.005, 0.1),
-        loss=draw.choice((0.0, 0.0, 0.01, 0.1, 0.3)),
+        loss=draw.choice((0.0, 0.0, 0.0, 0.005, 0.03, 0.15)),
         double=draw.choice((0.0, 0.0, 0.05, 0.3)),
-        tail=draw.choice((0.0, 0.01, 0.1)),
+        tail=draw.choice((0.0, 0.002, 0.02)),
         tail_s=draw.choice((0.2, 1.0, 3.0)),
         late=draw.choice((0.0, 0.5, 1.0)),
         overtaking=draw.chance(0.4),
