@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from kvcomm.errors import KVCommError, OutcomeUnknown
+from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.wire.messages import Dots
 
 Outcome = Literal["ok", "refused", "unknown"]
@@ -122,6 +122,12 @@ class History:
             yield _encoder.encode(line) + b"\n"
 
 
-def outcome_of(error: KVCommError) -> Outcome:
-    """Every error but ``OutcomeUnknown`` promises that nothing was done."""
-    return "unknown" if isinstance(error, OutcomeUnknown) else "refused"
+def outcome_of(error: KVCommError, write_count: int) -> Outcome:
+    """What an error promises.
+
+    ``OutcomeUnknown`` promises nothing, ``Unavailable`` that nothing was done.  Any other says that of the write that
+    it was raised for: a batch is not atomic, and others of it may have been done.
+    """
+    if isinstance(error, OutcomeUnknown) or (write_count > 1 and not isinstance(error, Unavailable)):
+        return "unknown"
+    return "refused"

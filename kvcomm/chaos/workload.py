@@ -130,10 +130,9 @@ class Work:
             if error is None:
                 history.add(act.returned(at, result))
             else:
-                text = f"{error.code}: {error.message}"
-                history.add(
-                    Returned(at, act.invoked.client, act.invoked.operation, outcome_of(error), error=text)
-                )
+                invoked, text = act.invoked, f"{error.code}: {error.message}"
+                outcome = outcome_of(error, len(invoked.writes))
+                history.add(Returned(at, invoked.client, invoked.operation, outcome, error=text))
             then()
 
         client.run(act.steps, done)
