@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 CLIENT_TENANT = "sim"
 RESTART_S = (0.05, 2.0)
 """A shard that died by itself comes back after so long."""
+ANSWER_SLACK_S = 0.05
+"""Over a shard's own time-out, for an answer that is due."""
 
 
 def shipped_shard(node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan) -> Shard:
@@ -126,6 +128,8 @@ class Cluster:
         self.watch = Watch(self.disks, plan.write_need, lambda: self.world.now)
         self.broken: set[str] = set()
         """Nodes that stay down."""
+        self.calm = False
+        """Nobody dies at a bad moment any more."""
         for name in self.names:
             self.disks[name].heard = partial(self.watch.written, name)
             self._make_host(name)
@@ -215,6 +219,18 @@ class Cluster:
         return first_replica(f"replica{self._replica_count:03}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request that is being worked on."""
+
+    message: Message
+    epoch: int
+    """Of the shard, when it came."""
+    since: float
+    pause_count: int
+    reply: Reply
+
+
 class ShardProcess:
     """One life of a shard."""
 
@@ -233,7 +249,7 @@ class ShardProcess:
         self._events: deque[Event] = deque()
         self._draining = False
         self._dying = False
-        self._requests: dict[tuple[ConnectionId, int], tuple[Message, int, float, Reply]] = {}
+        self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._waiting: list[Persist] = []
         self._committing = False
         self._timer: Timer | None = None
@@ -244,11 +260,8 @@ class ShardProcess:
     # -- kvcomm.chaos.network.Server, kvcomm.chaos.world.Process
 
     def received(self, origin: Origin, message: Message, reply: Reply) -> None:
-        self._requests[origin.connection, origin.request] = (
-            message,
-            self.machine.ring.epoch,
-            self.cluster.world.now,
-            reply,
+        self._requests[origin.connection, origin.request] = _Open(
+            message, self.machine.ring.epoch, self.cluster.world.now, self.host.pause_count, reply
         )
         self.deliver(Received(origin, message))
 
@@ -280,11 +293,15 @@ class ShardProcess:
 
     def check_answers(self) -> None:
         """Whoever asked and is still there has been answered, or has not waited long."""
-        limit_s = 2 * self.cluster.plan.request_timeout_s
-        for message, _, since, _ in self._requests.values():
-            age_s = self.cluster.world.now - since
-            if age_s > limit_s:
-                self.cluster.watch.unanswered(self.host.name, message, age_s)
+        for request in self._requests.values():
+            self._check_age(request)
+
+    def _check_age(self, request: _Open) -> None:
+        """A paused process cannot keep its time."""
+        age_s = self.cluster.world.now - request.since
+        late = age_s > self.cluster.plan.request_timeout_s + ANSWER_SLACK_S
+        if late and request.pause_count == self.host.pause_count:
+            self.cluster.watch.unanswered(self.host.name, request.message, age_s)
 
     def _carry_out(self, effect: Effect) -> None:
         from l3_shard.storage import Load, Persist, Scan
@@ -299,9 +316,9 @@ class ShardProcess:
                 self.cluster.note(f"{self.host.name} stops: {effect.reason}")
                 self.cluster.kill(self.host.name, self.cluster.restart_s())
             case Load():
-                self._after_disk(lambda: self._load(effect))
+                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._load(effect))
             case Scan():
-                self._after_disk(lambda: self._scan(effect))
+                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
             case Persist():
                 self._persist(effect)
                 self._perhaps_die()
@@ -312,9 +329,9 @@ class ShardProcess:
         known = self._requests.pop((origin.connection, origin.request), None)
         if known is None:
             return  # its connection has ended
-        request, epoch, _, reply = known
-        self.cluster.watch.answered(self.host.name, origin.tenant, request, epoch, message)
-        reply(message)
+        self._check_age(known)
+        self.cluster.watch.answered(self.host.name, origin.tenant, known.message, known.epoch, message)
+        known.reply(message)
         self._perhaps_die()
 
     def _ask(self, effect: AskPeer) -> None:
@@ -353,7 +370,7 @@ class ShardProcess:
 
     def _perhaps_die(self) -> None:
         """The worst moments, often: right after something was said or ordered."""
-        if not self._dying and self.draw.chance(self.cluster.plan.fragile):
+        if not self._dying and not self.cluster.calm and self.draw.chance(self.cluster.plan.fragile):
             self._dying = True
             self.host.soon(self._die)
 
@@ -363,8 +380,9 @@ class ShardProcess:
 
     # -- l3_shard.commits
 
-    def _after_disk(self, action: Callable[[], None]) -> None:
-        self.host.after(self.draw.uniform(0.0, self.cluster.plan.load_s), action)
+    def _after_disk(self, delay_s: tuple[float, float], action: Callable[[], None]) -> None:
+        stall_s = max(0.0, self.disk.stalled_until - self.cluster.world.now)
+        self.host.after(stall_s + self.draw.uniform(*delay_s), action)
 
     def _load(self, load: Load) -> None:
         from l3_shard.storage import Loaded
@@ -389,7 +407,7 @@ class ShardProcess:
         batch, self._waiting = self._waiting, []
         self.disk.begin([(persist.writes, persist.replica) for persist in batch])
         if self.disk.fsync == "always":
-            self.host.after(self.draw.uniform(*self.cluster.plan.commit_s), lambda: self._committed(batch))
+            self._after_disk(self.cluster.plan.commit_s, lambda: self._committed(batch))
         else:
             self._committed(batch)
 

@@ -54,6 +54,8 @@ class Disk:
         """Bytes that can still be written; ``None`` = as many as one likes."""
         self.failing = False
         """Whether the next sync fails."""
+        self.stalled_until = 0.0
+        """What is asked of it takes until then (seconds of the simulation)."""
         self.heard: Callable[[bytes, RecordState], None] = _nobody
         """Hears of every record that is written."""
         self._draw = draw

@@ -34,7 +34,7 @@ class Nemesis:
 
     def heal(self) -> None:
         """Mend everything, for good."""
-        self._over = True
+        self._over = self.cluster.calm = True
         self._cuts.clear()
         self._recut()
         network = self.cluster.network
@@ -42,7 +42,7 @@ class Nemesis:
         network.weather = replace(network.weather, loss=0.0, double=0.0, tail=0.0)
         for name in self.cluster.names:
             disk = self.cluster.disks[name]
-            disk.room_bytes, disk.failing = None, False
+            disk.room_bytes, disk.failing, disk.stalled_until = None, False, 0.0
             if self.cluster.host(name).paused:
                 self.cluster.host(name).resume()
             self.cluster.start(name)
@@ -241,19 +241,27 @@ class Nemesis:
     def _bit_flip(self) -> str:
         if not self._may_lose():
             return "nobody"
-        name = self._some_node()
-        return f"{name}: {self.cluster.disks[name].flip_bit()!r}"
+        name, count = self._some_node(), self.draw.between(1, 8)
+        keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
+        return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
 
     def _disk_full(self) -> str:
         name = self._some_node()
         disk = self.cluster.disks[name]
-        disk.room_bytes = self.draw.between(0, 400)
+        disk.room_bytes = self.draw.between(0, 3_000)
 
         def free() -> None:
             disk.room_bytes = None
 
         self._later(free)
         return name
+
+    def _disk_stall(self) -> str:
+        """Whatever is asked of the disk takes until the stall is over."""
+        name = self._some_node()
+        stall_s = self.draw.uniform(0.05, 2 * self.plan.fault_for_s)
+        self.cluster.disks[name].stalled_until = self.cluster.world.now + stall_s
+        return f"{name} for {stall_s:.1f} s"
 
     def _sync_failed(self) -> str:
         name = self._some_node()

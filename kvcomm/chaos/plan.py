@@ -12,7 +12,7 @@ Mode = Literal["safety", "liveness"]
 
 FAULTS = (
     "halves", "bridge", "ring", "isolate", "one_way", "flapping", "swizzle", "alone", "client_cut", "reset", "slow",
-    "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "sync_failed", "wall_jump",
+    "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "wall_jump",
     "epoch", "move",
 )  # fmt: skip
 """What a nemesis can do; see ``kvcomm.chaos.nemesis``."""

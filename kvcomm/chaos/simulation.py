@@ -72,7 +72,7 @@ def _play(cluster: Cluster, script: Callable[[Nemesis], None] | None) -> list[Vi
     world.run(plan.active_s + plan.quiet_s)
     for client in cluster.clients:
         act = workload.read_everything(client, round(world.now, 6))
-        work.run(client, act, lambda: None)
+        work.run(client, act, lambda done: None)
     world.run(world.now + plan.operation_timeout_s + 1.0)
     for name in cluster.names:
         shard = cluster.shard(name)

@@ -10,8 +10,10 @@ from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
 from kvcomm.chaos.plan import FAULTS, Mode, Plan
 
-LASTING = ("halves", "bridge", "ring", "isolate", "one_way", "alone", "client_cut", "pause", "kill", "kill_all")
+LASTING = ("halves", "bridge", "ring", "isolate", "one_way", "alone", "client_cut", "pause", "kill", "kill_all", "disk_stall")
 """Faults that alone can hold up a whole run: one of them at least in most worlds."""
+OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
+"""Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
 
 def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
@@ -30,20 +32,26 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         replicas=replicas,
         write_quorum=write_quorum,
         read_quorum=read_quorum,
-        clients=draw.between(1, 5),
+        clients=draw.between(1, 6),
         keys=draw.weighted(((1, 3), (2, 2), (4, 2), (8, 1))),
-        pace_s=draw.choice((0.05, 0.2, 0.2, 0.8)),
+        pace_s=draw.choice((0.02, 0.1, 0.3, 0.8)),
         active_s=draw.uniform(10.0, 25.0) if mode == "safety" else 30.0,
         fsync=fsync,
         load_s=draw.choice((0.0002, 0.002, 0.05)),
         commit_s=draw.choice(((0.0005, 0.003), (0.002, 0.02), (0.01, 0.3))),
         weather=_weather(draw),
-        mix=tuple((kind, draw.between(1, 5)) for kind in ("get", "put", "blind", "delete", "batch")),
+        mix=(
+            ("get", draw.between(2, 6)),
+            ("put", draw.between(2, 6)),
+            ("blind", draw.choice((0, 1, 6))),
+            ("delete", draw.between(0, 3)),
+            ("batch", draw.between(0, 3)),
+        ),
         faults=_faults(draw),
         fault_every_s=draw.choice((0.5, 1.5, 4.0)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
-        losses=draw.between(0, min(write_quorum, copies) - 1),
+        losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
 
 
@@ -67,4 +75,6 @@ def _faults(draw: Draw) -> tuple[str, ...]:
     chosen = draw.some(FAULTS, draw.between(1, 7))
     if draw.chance(0.8):
         chosen += [draw.choice(LASTING)]
+    if draw.chance(0.5):
+        chosen += [draw.choice(OF_DISKS)] * 2
     return tuple(chosen)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcomm.chaos.cluster import ClientProcess, Cluster
 
 BATCH_MAX = 3
+REFUSED_REST_S = 0.3
+"""A client that could not do what it wanted does not hammer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class Work:
         for client in self._cluster.clients:
             self._rest(client)
 
-    def run(self, client: ClientProcess, act: Act, then: Callable[[], None]) -> None:
-        """Run one operation and write down what came of it."""
+    def run(self, client: ClientProcess, act: Act, then: Callable[[bool], None]) -> None:
+        """Run one operation and write down what came of it; ``then`` hears whether it was done."""
         history = self._cluster.history
         history.add(act.invoked)
 
@@ -133,17 +135,19 @@ class Work:
                 invoked, text = act.invoked, f"{error.code}: {error.message}"
                 outcome = outcome_of(error, len(invoked.writes))
                 history.add(Returned(at, invoked.client, invoked.operation, outcome, error=text))
-            then()
+            then(error is None)
 
         client.run(act.steps, done)
 
-    def _rest(self, client: ClientProcess) -> None:
-        client.host.after(client.draw.uniform(0.0, self._cluster.plan.pace_s), lambda: self._next(client))
+    def _rest(self, client: ClientProcess, at_least_s: float = 0.0) -> None:
+        rest_s = at_least_s + client.draw.uniform(0.0, self._cluster.plan.pace_s)
+        client.host.after(rest_s, lambda: self._next(client))
 
     def _next(self, client: ClientProcess) -> None:
         at = self._cluster.world.now
         if at < self._cluster.plan.active_s:
-            self.run(client, self._workload.act(client, round(at, 6)), lambda: self._rest(client))
+            act = self._workload.act(client, round(at, 6))
+            self.run(client, act, lambda done: self._rest(client, 0.0 if done else REFUSED_REST_S))
 
 
 def _seen(value: StateValue) -> Seen:

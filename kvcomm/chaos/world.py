@@ -94,6 +94,7 @@ class Host:
         self.world, self.name = world, name
         self.process: Process | None = None
         self.paused = False
+        self.pause_count = 0
         self.life = 0
         """Counts starts; what belongs to an earlier life is over."""
         self.skew_ms = skew_ms
@@ -131,6 +132,7 @@ class Host:
     def pause(self) -> None:
         """As SIGSTOP: the kernel keeps what arrives."""
         self.paused = self.running
+        self.pause_count += 1
 
     def resume(self) -> None:
         """As SIGCONT: what came meanwhile is handled now, in the order in which it came."""
