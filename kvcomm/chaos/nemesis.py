@@ -239,22 +239,26 @@ class Nemesis:
         return name
 
     def _bit_flip(self) -> str:
-        if not self._may_lose():
+        names = [name for name in self.cluster.names if self.cluster.disks[name].values]
+        if not names or not self._may_lose():
             return "nobody"
-        name, count = self._some_node(), self.draw.between(1, 8)
+        name, count = self.draw.choice(names), self.draw.between(1, 8)
         keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
         return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
 
     def _disk_full(self) -> str:
-        name = self._some_node()
-        disk = self.cluster.disks[name]
-        disk.room_bytes = self.draw.between(0, 3_000)
+        """On one node, on some, or on all."""
+        names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
+        disks = [self.cluster.disks[name] for name in names]
+        for disk in disks:
+            disk.room_bytes = self.draw.between(0, 3_000)
 
         def free() -> None:
-            disk.room_bytes = None
+            for disk in disks:
+                disk.room_bytes = None
 
         self._later(free)
-        return name
+        return f"{names}"
 
     def _disk_stall(self) -> str:
         """Whatever is asked of the disk takes until the stall is over."""
