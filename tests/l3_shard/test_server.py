@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ import pytest
 
 from kvcomm.block import NO_PARENT, Incarnation, block_keys, header_for
 from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, Refused, StaleEpoch, Unavailable
-from kvcomm.rpc import Connection, Identity, Peers, run_blocking
+from kvcomm.rpc import KEY_VECTOR, Connection, Identity, Peers, run_blocking
 from kvcomm.steps import Steps
 from kvcomm.tier import Block, BlockCopy
+from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
+    PROTOCOL_VERSION,
     BlockGet,
     BlockPut,
+    Hello,
     RecordGet,
     RecordPut,
     RecordReplicate,
@@ -37,7 +41,7 @@ from l3_shard.store import Fsync, RecordStore
 from l3_shard.tier import L3Tier
 from tests.blockstores import DictStore
 from tests.namespaces import namespace
-from tests.peers import CREDENTIALS, IDENTITY, soon, until
+from tests.peers import CREDENTIALS, IDENTITY, Dialogue, soon, until
 
 NAMESPACE = namespace(head_dim=256).for_tenant(CREDENTIALS.tenant_digest("acme"))
 
@@ -186,6 +190,24 @@ def test_records_are_written_read_replaced_listed_and_deleted(cluster: Cluster) 
     cluster.put(b"dir/k", None, cluster.get(b"dir/k").context)
     assert cluster.get(b"dir/k").values == () and cluster.get(b"never").context == {}
     until(lambda: cluster.run(cluster.tier().record_scan(b"dir/")) == [])
+
+
+def test_a_client_that_uses_a_number_twice_harms_itself_alone(lone: Cluster) -> None:
+    """Not the shard, which would find that it answered one request twice."""
+    hello = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
+    put = b"".join(encode_frame(1, RecordPut(1, [RecordWrite(b"k", b"v", {})])))  # type: ignore[arg-type]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{lone.directory}/a.sock")
+        rogue = Dialogue(connection)
+        rogue.say(0, hello)
+        rogue.hear()
+        connection.sendall(put + put)
+        with pytest.raises((EOFError, ConnectionError)):
+            while True:
+                rogue.hear()
+    lone.put(b"other", b"2")
+    assert lone.get(b"other").values == (b"2",)
+    assert lone.ends == {}
 
 
 def test_many_records_in_one_batch(cluster: Cluster) -> None:
