@@ -65,6 +65,8 @@ REBALANCE_INTERVAL_S = 1.0
 EVICT_BATCH = 16
 RESERVE_SHARE = 64
 """One slot in so many is kept free."""
+INSPECT_BYTES_MAX = 64 << 20
+"""Suspected copies that are verified at a time, about 10 ms (the last one may overshoot)."""
 ANY_TENANT = b""
 """As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own
 nodes)."""
@@ -187,7 +189,8 @@ class Owner:
 
     def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
         self._expire(now)
-        return [self._reserve(want, holder, tenant, now) for want in wants]
+        full: set[int] = set()
+        return [self._reserve(want, holder, tenant, now, full) for want in wants]
 
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
@@ -212,17 +215,14 @@ class Owner:
         slot.marked = True
         return SlotLease(slot, self._copy(slot).toreadonly())
 
-    def quarantine(self, key: BlockKey) -> None:
-        """Look at a copy that a reader found damaged; hide it if it is.
-
-        A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot empty
-        the pool.
-        """
-        slot = self._published.get(key)
-        if slot is None or self._intact(slot):
-            return
-        self._quarantined_count += 1
-        self._retire_published(slot)
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        """A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot
+        empty the pool.  What is over :data:`INSPECT_BYTES_MAX` is left for the next report."""
+        inspected_bytes = 0
+        for key in keys:
+            slot = self._visible(key, tenant)
+            if slot is not None and inspected_bytes < INSPECT_BYTES_MAX:
+                inspected_bytes += self._inspect(slot)
 
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         given = self._hazards.open(holder, slots)
@@ -327,7 +327,9 @@ class Owner:
 
     # -- reserve, publish ------------------------------------------------------------------------------------
 
-    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float) -> Grant:
+    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float, full: set[int]) -> Grant:
+        """``full``: classes in which this batch found nothing to evict.  Finding that out takes a look at
+        every slot, and it stays so within a batch."""
         key = BlockKey(want.key)
         if len(key) != 32 or want.copy_bytes < HEADER_BYTES or not self._admits(tenant):
             return Grant("refused")
@@ -339,8 +341,11 @@ class Owner:
         slot_bytes = self._allocator.slot_bytes_for(want.copy_bytes)
         if slot_bytes is None:
             return Grant("too_large")
-        place = self._allocator.allocate(slot_bytes) or self._make_room(slot_bytes, now)
+        place = self._allocator.allocate(slot_bytes)
+        if place is None and slot_bytes not in full:
+            place = self._make_room(slot_bytes, now)
         if place is None:
+            full.add(slot_bytes)
             return Grant("full")
         generation = Generation(next(self._generations))
         slot = _Slot(place, key, want.copy_bytes, tenant, generation, holder, now + self._reservation_ttl_s)
@@ -408,6 +413,13 @@ class Owner:
     def _copy(self, slot: _Slot) -> memoryview:
         return self._memory[slot.offset : slot.offset + slot.copy_bytes]
 
+    def _inspect(self, slot: _Slot) -> int:
+        """Verify a published copy and hide it if it is damaged; how many bytes were looked at."""
+        if not self._intact(slot):
+            self._quarantined_count += 1
+            self._retire_published(slot)
+        return slot.copy_bytes
+
     def _intact(self, slot: _Slot) -> bool:
         whole = self._read_header(slot, verify=True) is not None
         return whole and self._words[_generation_word(slot)] == slot.generation
@@ -442,12 +454,15 @@ class Owner:
             self._index.rewrite(slot.entry, slot.key, slot.generation, slot.offset, slot.copy_bytes)
 
     def _inspect_suspects(self) -> None:
+        inspected_bytes = 0
         for word in range(SUSPECT_FIRST_WORD, SUSPECT_FIRST_WORD + SUSPECT_COUNT):
+            if inspected_bytes >= INSPECT_BYTES_MAX:
+                return  # the rest in the next tick
             if offset := self._words[word]:
                 self._words[word] = 0
                 slot = self._slots.get(offset)
                 if slot is not None and slot.state == "published":
-                    self.quarantine(slot.key)
+                    inspected_bytes += self._inspect(slot)
 
     # -- families and retirement -----------------------------------------------------------------------------
 
