@@ -192,6 +192,20 @@ def test_records_are_written_read_replaced_listed_and_deleted(cluster: Cluster) 
     until(lambda: cluster.run(cluster.tier().record_scan(b"dir/")) == [])
 
 
+def test_a_copy_that_was_damaged_in_its_shard_is_hidden_and_published_again(lone: Cluster) -> None:
+    copies = make_copies(4)
+    keys = [copy.key for copy in copies]
+    tier, stored = lone.tier(), lone.stores["a"].copies
+    lone.run(tier.put(copies))
+    lone.on_loop(lambda: stored[keys[2]].buffer.__setitem__(-1, stored[keys[2]].buffer[-1] ^ 1))
+    found: dict[int, Block] = {}
+    lone.run(tier.get(keys, found.__setitem__))
+    assert sorted(found) == [0, 1, 3]
+    assert lone.run(tier.put(copies)) == ["present", "present", "stored", "present"]
+    lone.run(tier.get(keys, found.__setitem__))
+    assert bytes(found[2].payload) == bytes(copies[2].payload)
+
+
 def test_a_client_that_uses_a_number_twice_harms_itself_alone(lone: Cluster) -> None:
     """Not the shard, which would find that it answered one request twice."""
     hello = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
