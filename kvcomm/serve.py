@@ -336,7 +336,10 @@ class _Accepted:
 
     def _regulate(self) -> None:
         """Read only what can be answered."""
-        if len(self._unanswered) < self._server.outstanding_max and self._outbox.unsent_bytes < HIGH_WATER_BYTES:
+        if (
+            len(self._unanswered) < self._server.outstanding_max
+            and self._outbox.unsent_bytes < HIGH_WATER_BYTES
+        ):
             self._stream.resume_reading()
         else:
             self._stream.pause_reading()

@@ -539,8 +539,7 @@ class Owner:
     def _make_room(self, slot_bytes: int, now: float) -> Place | None:
         self._collect(now)
         place = self._allocator.allocate(slot_bytes)
-        while place is None and (backed_bytes := self._more()) is not None:
-            self.grow(backed_bytes)
+        while place is None and self._grow_more():
             place = self._allocator.allocate(slot_bytes)
         if place is None and self._evict(slot_bytes, self._batch(slot_bytes)):
             self._collect(now)
@@ -549,6 +548,12 @@ class Owner:
             self._collect(now)
             place = self._allocator.allocate(slot_bytes)
         return place
+
+    def _grow_more(self) -> bool:
+        backed_bytes = self._more()
+        if backed_bytes is not None:
+            self.grow(backed_bytes)
+        return backed_bytes is not None
 
     def _batch(self, slot_bytes: int) -> int:
         return min(EVICT_BATCH, max(1, self._slot_count(slot_bytes) // RESERVE_SHARE))
@@ -619,7 +624,7 @@ class Owner:
         for slot_bytes in self._allocator.classes():
             target = self._slot_count(slot_bytes) // RESERVE_SHARE
             missing = target - self._allocator.free_slots(slot_bytes)
-            if missing > 0:
+            if missing > 0 and not self._grow_more():  # else it is looked at again in the next tick
                 self._evict(slot_bytes, min(missing, 4 * EVICT_BATCH))
 
     def _rebalance(self, now: float) -> None:

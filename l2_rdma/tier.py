@@ -6,8 +6,9 @@ the pool twice a batch (reserve, publish), writing the bytes itself in between. 
 reads.
 
 When the connection ends the pool is gone: the region is dropped (views already handed out keep it mapped),
-and attaching is tried again, in a thread of its own, not before a back-off.  Operations wait for an attempt
-no longer than ``attach_timeout_s``; without a pool everything is a miss, or ``unavailable``.
+and attaching is tried again, in a thread of its own, not before a back-off.  Operations wait for the first
+attempt, no longer than ``attach_timeout_s``, but not for those that follow a failed one: a pool that is
+paused or gone must not take the other tiers' time.  Without a pool everything is a miss, or ``unavailable``.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ BACKOFF_MAX_S = 2.0
 ALIVE_INTERVAL_S = 0.02
 """How old the knowledge that the pool lives may be; reads of a dead pool's region stay right, it only
 ages."""
-_PREFAULT_SLICE_BYTES = 8 << 20
-_PREFAULT_PAUSE_S = 0.002
-_PREFAULT_WAIT_S = 0.1
+_PREFAULT_SLICE_BYTES = 2 << 20
+_PREFAULT_REST = 9
+"""Prefaulting rests so many times as long as it works: 0.1 to 0.4 s of CPU a GiB, at most a tenth of a core
+at a time, and never long in the way of somebody else who changes this process's mappings."""
+_PREFAULT_REST_MIN_S = 0.002
+_PREFAULT_WAIT_S = 0.25
 
 _PUBLISHED: dict[str, PutStatus] = {"published": "stored", "expired": "expired", "corrupt": "corrupt"}
 _FAILED: dict[str, PutStatus] = {
@@ -163,8 +167,11 @@ class L2Tier:
             large = [index for index in batch if copies[index].copy_bytes >= self._threshold_bytes]
             left = yield from self._put_by_reference(reader, copies, large, statuses)
             inline = sorted({*batch} - {*large} | {*left})
-            yield from self._put_inline(copies, inline, statuses)
-        return [statuses[index] for index in range(len(copies))]
+            if "unavailable" not in statuses.values():
+                yield from self._put_inline(copies, inline, statuses)
+            if "unavailable" in statuses.values():
+                break  # every further request would wait in vain as long as this one
+        return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
         with self._lock:
@@ -250,10 +257,9 @@ class L2Tier:
     # -- attaching -------------------------------------------------------------------------------------------
 
     def _attached(self) -> Steps[Reader | None]:
-        """The reader of the living pool; waits for an attempt to attach, ``None`` if there is none or it
-        failed."""
+        """The reader of the living pool; ``None`` if there is none.  Waits for a first attempt to attach."""
         attachment, attempt = self._current()
-        if attachment is None and attempt is not None:
+        if attachment is None and attempt is not None and attempt.awaited:
             yield Park(attempt, self._attach_timeout_s)
             attachment, _ = self._current(start=False)
         return attachment.reader if attachment is not None else None
@@ -273,7 +279,7 @@ class L2Tier:
     def _start_attempt(self, now: float) -> None:
         if self._closed or now < self._retry_at:
             return
-        attempt = self._attempt = _Attempt()
+        attempt = self._attempt = _Attempt(awaited=self._backoff_s == BACKOFF_FIRST_S)
         threading.Thread(target=self._attach, args=(attempt,), name="kvcomm-l2-attach", daemon=True).start()
 
     def _attach(self, attempt: _Attempt) -> None:
@@ -346,7 +352,9 @@ class _Attachment:
 class _Attempt:
     """A ``Waiter`` for one try at attaching."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, awaited: bool) -> None:
+        self.awaited = awaited
+        """Whether operations wait for it: the one before has not failed."""
         self._lock = threading.Lock()
         self._done = False
         self._callbacks: list[Callable[[], None]] = []
@@ -431,15 +439,18 @@ def _add(total: ReaderCounters, more: ReaderCounters) -> None:
         setattr(total, name, getattr(total, name) + getattr(more, name))
 
 
-def _prefault(region: Region, stop: threading.Event) -> None:
+def _prefault(region: Region, stop: threading.Event, clock: Callable[[], float] = time.monotonic) -> None:
     """Until all of the region is in this process's page tables; the owner may still be adding memory to
     it."""
     at, end = 0, region.header.layout.slots_end
     while at < end:
         step = min(at + _PREFAULT_SLICE_BYTES, region.backed_bytes)
-        arrived = step > at
-        if arrived and not region.populate(at, step):
-            return
-        at = max(at, step)
-        if stop.wait(_PREFAULT_PAUSE_S if arrived else _PREFAULT_WAIT_S):
+        rest_s = _PREFAULT_WAIT_S
+        if step > at:
+            begun = clock()
+            if not region.populate(at, step):
+                return
+            at = step
+            rest_s = max(_PREFAULT_REST * (clock() - begun), _PREFAULT_REST_MIN_S)
+        if stop.wait(rest_s):
             return

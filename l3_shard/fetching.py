@@ -160,7 +160,7 @@ class Fetching:
             return
         damaged, self._damaged = self._damaged, {}
         asks = [
-            replace(self._routes.ask(node, BlockSuspect(keys)), timeout_s=TELL_TIMEOUT_S)
+            replace(self._routes.ask(node, BlockSuspect([*keys])), timeout_s=TELL_TIMEOUT_S)
             for node, keys in damaged.items()
         ]
         self._told += yield Submit(asks)

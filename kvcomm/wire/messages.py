@@ -323,6 +323,6 @@ class RingGet(Message, frozen=True):
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
-    BlockStored, BlockSuspect, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate,
-    RecordFetch, RecordScan, RecordKeys, RingMap, RingGet,
+    BlockStored, BlockSuspect, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions,
+    RecordReplicate, RecordFetch, RecordScan, RecordKeys, RingMap, RingGet,
 )  # fmt: skip

@@ -527,6 +527,28 @@ def test_memory_is_asked_for_before_anything_is_evicted():
     assert pool.owner.usage().evicted_count == 1
 
 
+def test_no_reserve_of_free_slots_is_made_by_evicting_while_there_is_memory():
+    reaches: list[int] = []
+    pool = OwnedMemory(
+        slab_count=17,
+        layout={"index_entries": 1024},
+        backed_bytes=0,
+        more=lambda: reaches.pop(0) if reaches else None,
+    )
+    first = pool.layout.slots_offset + 16 * SLAB_BYTES
+    reaches.append(first)
+    assert [pool.put(number) for number in range(16 * SLOTS)] == ["stored"] * 16 * SLOTS
+
+    reaches.append(first + SLAB_BYTES)
+    pool.owner.tick(1.0)
+    assert pool.owner.usage().evicted_count == 0
+    assert pool.owner.spare_bytes == SLAB_BYTES
+
+    assert [pool.put(100 + number) for number in range(SLOTS)] == ["stored"] * SLOTS
+    pool.owner.tick(2.0)
+    assert pool.owner.usage().evicted_count == 1
+
+
 def test_the_deadline_is_the_next_expiry_or_the_next_look():
     pool = OwnedMemory(reservation_ttl_s=0.1)
     assert pool.owner.deadline() == 0.0
