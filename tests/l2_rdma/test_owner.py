@@ -333,6 +333,27 @@ def test_a_starving_size_takes_a_slab_from_another_size():
     pool.owner.check()
 
 
+def test_taking_a_slab_weighs_a_few_and_passes_over_those_in_use(monkeypatch):
+    """Weighing all would stop the loop of a large pool for tenths of a second."""
+    pool = OwnedMemory(slab_count=20, layout={"index_entries": 1024})
+    for number in range(20 * SLOTS):
+        assert pool.put(number) == "stored"
+    held = [pool.lease(number) for number in range(10 * SLOTS)]
+    weighed = []
+    marked = pool.owner._marked
+    monkeypatch.setattr(pool.owner, "_marked", lambda slot: weighed.append(slot) or marked(slot))
+
+    for number in range(100, 104):
+        assert pool.reserve(number, copy_bytes=3 * COPY_BYTES).status == "granted"
+
+    assert 0 < len(weighed) <= 4 * owner.SLABS_COMPARED * SLOTS
+    assert all(not slot.leases for slot in weighed)
+    assert len({slot.offset // SLAB_BYTES for slot in weighed}) > owner.SLABS_COMPARED, "others each time"
+    for lease in held:
+        lease.release()
+    pool.owner.check()
+
+
 def test_a_slab_with_something_pinned_is_not_taken():
     pool = OwnedMemory(slab_count=1)
     pool.owner.open_pins(5, 4)
