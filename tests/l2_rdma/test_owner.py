@@ -341,7 +341,12 @@ def test_taking_a_slab_weighs_a_few_and_passes_over_those_in_use(monkeypatch):
     held = [pool.lease(number) for number in range(10 * SLOTS)]
     weighed = []
     marked = pool.owner._marked
-    monkeypatch.setattr(pool.owner, "_marked", lambda slot: weighed.append(slot) or marked(slot))
+
+    def weigh(slot):
+        weighed.append(slot)
+        return marked(slot)
+
+    monkeypatch.setattr(pool.owner, "_marked", weigh)
 
     for number in range(100, 104):
         assert pool.reserve(number, copy_bytes=3 * COPY_BYTES).status == "granted"

@@ -1,9 +1,11 @@
 import asyncio
 import gc
+import itertools
 import os
 import socket
 import threading
 import time
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -304,12 +306,46 @@ def test_many_threads_attach_once(pool, make_agent):
     assert sorted(agent.get(*range(16))) == list(range(16))
 
 
-def test_prefaulting_ends_with_the_tier(pool, make_agent):
-    agent = make_agent(pool.address, prefault=True)
+def attendants():
+    return [each for each in threading.enumerate() if each.name == "kvcomm-l2-attendant"]
+
+
+@pytest.mark.parametrize("prefault", [False, True])
+def test_the_attendant_ends_with_the_tier(pool, make_agent, prefault):
+    agent = make_agent(pool.address, prefault=prefault)
     assert agent.put(copy_of(1)) == ["stored"]
+    assert len(attendants()) == 1
     agent.close()
 
-    until(lambda: not [each for each in threading.enumerate() if each.name == "kvcomm-l2-prefault"])
+    until(lambda: not attendants())
+
+
+def test_an_idle_agent_does_not_keep_the_memory_of_a_dead_pool(tmp_path, make_agent, monkeypatch):
+    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    with pool_thread(tmp_path) as pool:
+        agent = make_agent(pool.address)
+        agent.put(copy_of(1))
+        region = weakref.ref(agent.tier._attachment.region)
+
+    until(lambda: region() is None)
+    assert not agent.tier.stats().attached
+    until(lambda: not attendants())
+
+
+def test_a_tier_that_nobody_has_any_more_leaves_the_pool(pool, monkeypatch):
+    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    agent = Agent(pool.address)
+    agent.put(copy_of(1))
+    attachment, _ = agent.tier._current()
+    assert attachment is not None
+    region = weakref.ref(attachment.region)
+    del attachment
+    agent.peers.close()
+    del agent
+    gc.collect()
+
+    until(lambda: region() is None)
+    until(lambda: pool.running.server.connection_count == 0)
 
 
 class SlowMemory:
@@ -318,25 +354,24 @@ class SlowMemory:
     def __init__(self):
         self.header = region_header(layout_of(6 << 8))  # 6 MiB of slots
         self.backed_bytes = 4 << 20
-        self.populated, self.rests, self.now = [], [], 0.0
+        self.populated, self.now = [], 0.0
 
     def populate(self, begin, end):
         self.populated.append((begin, end))
         self.now += 0.01
         return True
 
-    def wait(self, timeout_s):
-        self.rests.append(timeout_s)
-        return len(self.rests) == 4
-
 
 def test_prefaulting_takes_a_tenth_of_a_core_and_waits_for_memory_to_arrive():
     memory = SlowMemory()
 
-    _prefault(cast("Any", memory), cast("Any", memory), lambda: memory.now)
+    rests = _prefault(cast("Any", memory), lambda: memory.now)
 
+    assert list(itertools.islice(rests, 4)) == [pytest.approx(0.09), pytest.approx(0.09), 0.5, 0.5]
     assert memory.populated == [(0, 2 << 20), (2 << 20, 4 << 20)]
-    assert memory.rests == [pytest.approx(0.09), pytest.approx(0.09), 0.25, 0.25]
+    memory.backed_bytes = memory.header.layout.region_bytes
+    assert next(rests) == pytest.approx(0.09)
+    assert memory.populated[2] == (4 << 20, 6 << 20)
 
 
 @pytest.mark.processes
