@@ -58,9 +58,8 @@ from l2_rdma.layout import (
 from l2_rdma.sieve import Sieve
 
 LOOK_INTERVAL_S = 0.25
-"""Readers speak to the owner through memory (suspects, marks, hazards), so it looks at least so often."""
-RESCAN_INTERVAL_S = 0.02
-"""While something waits to be unpinned."""
+"""Readers speak to the owner through memory (suspects, marks, hazards), so it looks so often.  Who needs a
+slot does not wait for it: a reserve looks for slots that have become free itself."""
 REBALANCE_INTERVAL_S = 1.0
 EVICT_BATCH = 16
 SLABS_COMPARED = 4
@@ -254,11 +253,8 @@ class Owner:
     def deadline(self) -> float | None:
         if self._ticked_at is None:
             return 0.0
-        waiting = self._retired or self._hazards.orphan_count
-        times = [self._ticked_at + (RESCAN_INTERVAL_S if waiting else LOOK_INTERVAL_S)]
-        if self._reserved:
-            times.append(next(iter(self._reserved.values())).expires_at)
-        return min(times)
+        next_look = self._ticked_at + LOOK_INTERVAL_S
+        return min([next_look, *(slot.expires_at for slot in itertools.islice(self._reserved.values(), 1))])
 
     def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
         keys = (
@@ -622,8 +618,8 @@ class Owner:
     def _slab_choices(
         self, donor: int, marks_max: float, pinned: frozenset[int]
     ) -> Iterator[tuple[int, int, int, list[_Slot]]]:
-        """(cost, slot count, slab, slots) of some slabs of one class that can be emptied; others each time, as
-        comparing all of a large region takes 0.15 s."""
+        """(cost, slot count, slab, slots) of some slabs of one class that can be emptied; others each time,
+        as comparing all of a large region takes 0.15 s."""
         slabs = self._allocator.slabs(donor)
         begin = self._slabs_compared % len(slabs)
         compared = 0
