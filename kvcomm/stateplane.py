@@ -73,7 +73,7 @@ def record_path(name: bytes) -> tuple[str, ...]:
 
 class StatePlane:
     """Operations on records.  One plane may be used by many threads: the only shared state is the context
-    memory, whose single operations are atomic."""
+    memory, and no thread relies on what another may have dropped from it."""
 
     def __init__(self, records: Records, tally: Tally) -> None:
         self._records = records
@@ -83,7 +83,7 @@ class StatePlane:
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
         """Read records in one batch; absent ones have no values."""
         reading = self._records.record_get(names)
-        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading)
+        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading, len(names))
         for name, answer in zip(names, answers, strict=True):
             self._remember(name, answer.context)
             self._tally.read(answer)
@@ -106,7 +106,7 @@ class StatePlane:
             for name, value, context in writes
         ]
         writing = self._records.record_put(batch)
-        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing)
+        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
         self._tally.wrote(len(versions))
         for write, version in zip(batch, versions, strict=True):
             self._remember(write.key, version.context)
@@ -114,7 +114,9 @@ class StatePlane:
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
-        return (yield from self._tally.timed("record_scan", self._records.record_scan(prefix)))
+        found = yield from self._tally.timed("record_scan", self._records.record_scan(prefix))
+        self._tally.scanned(len(found))
+        return found
 
     def manifest(self, name: bytes) -> Steps[Manifest | None]:
         """The head of a context; ``None`` when there is none.
@@ -136,7 +138,7 @@ class StatePlane:
         return heads[-1] if heads else None
 
     def _remember(self, name: bytes, context: Dots) -> None:
+        self._contexts.pop(name, None)
         self._contexts[name] = context
-        self._contexts.move_to_end(name)
         while len(self._contexts) > CONTEXTS_MAX:
             self._contexts.popitem(last=False)
