@@ -16,6 +16,7 @@ import typer
 from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
+    from controller.launcher import LocalLauncher
     from controller.server import Registration, SupervisorServer
     from controller.supervisor import NodeSpec
     from kvcomm.config import Config
@@ -114,13 +115,14 @@ def _supervisor(cluster: Instance, settings: Config, config: Path) -> Supervisor
     before = cluster.ring()
     logs = cluster.directory / "logs"
     logs.mkdir(mode=0o700, exist_ok=True)
+    launcher = LocalLauncher(lambda spec: _command(cluster, spec, config), logs)
     return SupervisorServer(
         Supervisor(_specs(settings), rules, before.epoch if before else 0),
-        LocalLauncher(lambda spec: _command(cluster, spec, config), logs),
+        launcher,
         registered=lambda node, pid: _registered(cluster, node, pid),
         write_ring=cluster.write_ring,
         hand_ring=_hand_ring(cluster),
-        on_event=lambda event: _say_exit(event, logs),
+        on_event=lambda event: _say_exit(event, launcher),
     )
 
 
@@ -184,11 +186,13 @@ def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
     sys.stdout.flush()
 
 
-def _say_exit(event: Event, logs: Path) -> None:
+def _say_exit(event: Event, launcher: LocalLauncher) -> None:
+    """What went wrong belongs on the operator's screen, not only in a file."""
     from controller.supervisor import NodeExited
 
-    if isinstance(event, NodeExited):
-        log = logs / f"{event.node}.log"
-        sys.stderr.write(
-            f"kvcomm: {event.node} ended with code {event.code} and is started again; log: {log}\n"
-        )
+    if not isinstance(event, NodeExited):
+        return
+    why = event.reason or launcher.last_words(event.node) or "it printed nothing"
+    sys.stderr.write(f"kvcomm: {event.node} ended with code {event.code}: {why}\n")
+    sys.stderr.write(f"kvcomm: all that it said is in {launcher.log_path(event.node)}\n")
+    sys.stderr.flush()
