@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
     """Show every node of the clusters on this host (or of one).  Exit code 1 if a node does not answer."""
+    from kvcomm.connect import INSTANCE_VARIABLE
     from kvcomm.instance import Instance
 
-    instances = [Instance.open(instance)] if instance else Instance.list()
+    name = instance or os.environ.get(INSTANCE_VARIABLE)
+    instances = [Instance.open(name)] if name else Instance.list()
     rows = [row for each in instances for row in _rows(each)]
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
