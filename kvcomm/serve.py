@@ -134,6 +134,8 @@ class DataServer:
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
+        self.request_counts: dict[type[Message], int] = {}
+        """Requests received since start, by message; a plain dictionary, taken over when somebody looks."""
 
     @property
     def connection_count(self) -> int:
@@ -300,6 +302,8 @@ class _Accepted:
 
     def _request(self, origin: Origin, frame: Frame) -> None:
         self._outstanding += 1
+        kind, counts = type(frame.message), self._server.request_counts
+        counts[kind] = counts.get(kind, 0) + 1
         reply = _Reply(self, frame.request)
         try:
             if frame.request in self._refused:

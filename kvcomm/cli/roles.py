@@ -48,7 +48,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
 
     def ready(running: RunningPool) -> None:
         def refresh() -> None:
-            process.refresh(running.store, running.server, 0)
+            process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
         work = process.announce(backend, running.addresses, running.region, refresh)
@@ -109,7 +109,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
-                process.refresh(store, running.server, running.ring().epoch)
+                process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
+                process.refresh_records(running.counts(), running.fsync_seconds)
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)
