@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from controller.launcher import LocalLauncher
     from controller.server import Registration, SupervisorServer
     from controller.supervisor import NodeSpec
-    from kvcomm.config import Config
+    from kvcomm.config import ClusterConfig, Config
     from kvcomm.instance import Instance
     from kvcomm.machine import Event
     from kvcomm.wire.messages import RingMap
@@ -52,6 +52,7 @@ def up(
     except InstanceExists:
         cluster = Instance.open(instance)
     with _alone(cluster):
+        check_placement(cluster.ring(), load_config(config).cluster)
         _reclaim()
         written = _write_config(cluster, config, lifeline)
         try:
@@ -59,6 +60,27 @@ def up(
         finally:
             if lifeline:
                 cluster.remove()
+
+
+def check_placement(before: RingMap | None, cluster: ClusterConfig) -> None:
+    """Records do not move between shards yet: under another placement some would seem to be lost.
+
+    Raises:
+        ConfigError: the instance's records were placed by other numbers.
+    """
+    from kvcomm.errors import ConfigError
+
+    if before is None:
+        return
+    for key, then, now in (
+        ("shards", len(before.shards), cluster.shards),
+        ("replicas", before.replicas, cluster.replicas),
+    ):
+        if then != now:
+            raise ConfigError(
+                f"cluster.{key} is {now}, but this instance's records were placed with {then}, and moving "
+                f"them is not in this version: set cluster.{key}: {then}, or choose another --instance"
+            )
 
 
 def _write_config(cluster: Instance, config: Path | None, lifeline: bool) -> Path:
