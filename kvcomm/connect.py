@@ -245,7 +245,11 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
         l2 = L2Tier(
-            pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes, pin_slots=PIN_SLOTS
+            pool,
+            identity,
+            zero_copy_threshold_bytes=network.zero_copy_threshold_bytes,
+            pin_slots=PIN_SLOTS,
+            request_timeout_s=network.request_timeout_s,
         )
     l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
     tally = Tally(Metrics("client"), time.monotonic)
