@@ -16,8 +16,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from kvcomm.config import Config
     from kvcomm.embedded import Embedded
     from kvcomm.instance import Instance
+    from l1.tier import L1Tier
 
 # What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
@@ -240,7 +243,9 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
 
     cache, network = settings.cache, settings.network
     ring, tenant = _greet(door, peers, deadline, network.request_timeout_s)
+    _watch_forks()  # not before l2_rdma is imported: its pins must hear of a fork first
     near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, negative_entries=cache.l1_negative_entries)
+    _nears.add(near)
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
     l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
@@ -283,6 +288,19 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         return tally.metrics.snapshot()
 
     return _Parts(operations, counted, close)
+
+
+_nears: weakref.WeakSet[L1Tier] = weakref.WeakSet()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for near in list(_nears):
+        near.forked()
 
 
 def _greet(door: _Door, peers: Peers, deadline: float, timeout_s: float) -> tuple[RingMap, TenantDigest]:

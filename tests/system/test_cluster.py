@@ -70,10 +70,10 @@ def test_a_stream_gives_blocks_in_order(kv: Client, namespace: Namespace) -> Non
 
 def test_blocks_that_do_not_fit_are_refused_and_nothing_is_written(kv: Client, namespace: Namespace) -> None:
     good = payloads(namespace, 2)
-    bad: Sequence[Buffer]
-    for bad in ([good[0], good[1][:-1]], [good[0], good[1] + b"x"], [good[0], memoryview(good[1])[::2]]):
+    bad: list[Buffer] = [good[1][:-1], good[1] + b"x", memoryview(good[1])[::2]]
+    for block in bad:
         with pytest.raises(PayloadError, match="contiguous bytes"):
-            kv.publish(namespace, TOKENS, bad)
+            kv.publish(namespace, TOKENS, [good[0], block])
     with pytest.raises(PayloadError, match="full blocks"):
         kv.publish(namespace, TOKENS[:20], good)
     with pytest.raises(ValueError, match="token"):
@@ -358,6 +358,29 @@ def _flip(region: Path, pattern: bytes) -> int:
         file.seek(at + len(pattern) // 2)
         file.write(bytes([pattern[0] ^ 0xFF]))
     return 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_again_under_pins_of_its_own(
+    cluster: Cluster, kv: Client, namespace: Namespace
+) -> None:
+    kv.publish(namespace, TOKENS, payloads(namespace, 8))
+    assert kv.fetch(namespace, TOKENS).tiers["l2"] == 128
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            hit = kv.fetch(namespace, TOKENS)
+            right = [bytes(block.payload) for block in hit.blocks] == payloads(namespace, 8)
+            kv.state("forked").put("k", b"from the child")
+            code = 0 if right and hit.tiers == {"l1": 0, "l2": 128, "l3": 0} else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    hit = kv.fetch(namespace, TOKENS)
+    assert hit.tiers["l1"] == 128, "the parent's pins stand"
+    assert [bytes(block.payload) for block in hit.blocks] == payloads(namespace, 8)
+    assert kv.state("forked").get("k").value == b"from the child"
 
 
 def test_an_embedded_cluster_ends_with_its_killed_owner(cluster: Cluster) -> None:
