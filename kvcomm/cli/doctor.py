@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -94,13 +95,27 @@ def _configuration(config: Path | None, reclaim: bool) -> Iterator[Finding]:
 
 
 def _memory(settings: Config) -> Iterator[Finding]:
-    room = os.statvfs(SHM)
-    free_bytes = room.f_bavail * room.f_frsize
+    try:
+        room = os.statvfs(SHM)
+    except OSError as error:
+        yield Finding("shared memory", "problem", f"{SHM}: {error.strerror}")
+        return
+    # What clusters of this host hold now is theirs already: a cluster that runs well is no problem.
+    free_bytes = room.f_bavail * room.f_frsize + _held_bytes()
     cluster, cache = settings.cluster, settings.cache
     want_bytes = cluster.pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
     want, free = size_text(want_bytes), size_text(free_bytes)
-    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM}"
+    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM} or held by clusters"
     yield Finding("shared memory", "ok" if want_bytes <= free_bytes else "problem", text)
+
+
+def _held_bytes() -> int:
+    """Shared memory that regions of ours have taken (not their length: memory arrives in slices)."""
+    held_bytes = 0
+    for path in SHM.glob("kvcomm-*"):
+        with contextlib.suppress(FileNotFoundError):  # its cluster is just ending
+            held_bytes += path.stat().st_blocks * 512
+    return held_bytes
 
 
 def _regions(config: Path | None, reclaim: bool) -> Iterator[Finding]:
