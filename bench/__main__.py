@@ -1,5 +1,4 @@
-"""``python -m bench [case ...] [--smoke] [--json FILE] [--write-docs]``: run the cases and print what they
-found.
+"""``python -m bench [case ...] [--smoke] [--patience S] [--json FILE] [--write-docs]``: run and report.
 
 Every case runs in a process of its own, so that none of them finds another's memory, threads or imports.
 """
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bench.cases import CASES
 from bench.document import DOCUMENT, rendered, written_into
-from bench.host import Host
+from bench.host import Host, wait_for_quiet
 from bench.report import Report, from_json, to_json
 from bench.scale import FULL, SMOKE
 
@@ -30,8 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _run(options.cases[0], smoke=options.smoke)
         Path(options.into).write_bytes(to_json([report]))
         return 0
+    wait_for_quiet(options.patience)
     host = Host.measured(SMOKE if options.smoke else FULL)
-    reports = [_run_apart(case, smoke=options.smoke) for case in options.cases or CASES]
+    reports = []
+    for case in options.cases or CASES:
+        wait_for_quiet(options.patience)
+        reports.append(_run_apart(case, smoke=options.smoke))
     text = rendered(host, reports)
     print(text)
     if options.json:
@@ -47,6 +50,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run at all?")
     parser.add_argument("--json", metavar="FILE", help="also write the reports there")
     parser.add_argument("--write-docs", action="store_true", help=f"put the tables into {DOCUMENT.name}")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait so long for a quiet machine before each case",
+    )
     parser.add_argument("--into", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.memory import MEMCPY, memcpy
 from bench.scale import Scale, size_name
 from bench.timing import Spread, interleave
+
+BUSY_MAX, QUIET_S, POLL_S = 0.15, 3.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,31 @@ class Host:
             for size, spread in self.memcpy.items()
         )
         return f"{text}\n\nA plain memory copy on it, before anything else ran: {wavers}."
+
+
+def wait_for_quiet(patience_s: float) -> bool:
+    """Wait until others use less than :data:`BUSY_MAX` of the processors, for :data:`QUIET_S` on end.
+
+    False if ``patience_s`` passed first: the measurement goes on all the same, and its load average tells.
+    """
+    deadline, quiet_since = time.monotonic() + patience_s, time.monotonic()
+    before = _processor_ticks()
+    while time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        after = _processor_ticks()
+        busy = 1 - (after[1] - before[1]) / max(1, after[0] - before[0])
+        before = after
+        if busy > BUSY_MAX:
+            quiet_since = time.monotonic()
+        elif time.monotonic() - quiet_since >= QUIET_S:
+            return True
+    return False
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """(all, idle) since boot, over all processors."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
 
 
 def _memcpy(scale: Scale, size_bytes: int) -> Spread:

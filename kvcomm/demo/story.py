@@ -6,8 +6,7 @@ critic follows the planner's context, which it has never seen, and reads on from
 killed.  A new one comes up empty, and the coder, as a new client, gets the blocks from the shards (L3). 5.
 The critic, as a new client, reads again: what the coder fetched is in the pool again (L2).
 
-With ``corrupt``, one byte of every stored copy is flipped before 5: the critic has to notice, compute, and
-publish anew.
+With ``corrupt``, one byte of every stored copy is flipped before 5: the critic has to notice and compute.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from kvcomm.demo.messages import Read, Ready, Row, Start
 from kvcomm.demo.model import DemoModel, find_model
 from kvcomm.demo.process import AgentProcess
 from kvcomm.demo.report import Report
-from kvcomm.demo.vandal import damage
+from kvcomm.demo.vandal import damage, regions_of
 from kvcomm.embedded import Embedded
 from kvcomm.errors import Unavailable
 from kvcomm.instance import Instance, NodeRecord
@@ -76,8 +75,13 @@ def tell(options: Options, say: Say) -> Report:
         threads = os.cpu_count() or 1
         agents = {name: stack.enter_context(AgentProcess(name, threads)) for name in AGENTS}
         say("starting a cluster: one pool, three shards")
-        instance = stack.enter_context(_cluster(options.config))
-        ready = _start(list(agents.values()), instance.name, model, say)
+        config = stack.enter_context(_configuration(options.config))
+        instance = stack.enter_context(_cluster(config))
+        say(f"starting {len(agents)} agents, each a process that loads the model")
+        folder = None if model.folder is None else str(model.folder)
+        for agent in agents.values():  # at once: loading a model is mostly waiting
+            agent.send(Start(agent.name, instance.name, str(config), model.label, folder))
+        ready = [agent.ready() for agent in agents.values()][-1]
         return _Story(options, say, text, model, ready, agents, instance).tell()
 
 
@@ -102,8 +106,6 @@ class _Story:
         damaged = self._damage() if self.options.corrupt else None
         step = "again" if damaged is None else "damaged copies"
         rows.append(self._read("critic", step, question=_REVIEW, follow="planner", fresh=True))
-        if damaged is not None:
-            rows.append(self._read("coder", "what was published anew", question=_CODE, fresh=True))
         return Report(
             model=self.model.label,
             text_source=self.text.source,
@@ -159,27 +161,28 @@ class _Story:
 
     def _damage(self) -> int:
         self.say("flipping one byte of every stored copy")
-        regions = {
-            record.region for role in ("pool", "shard") for record in self._nodes(role) if record.region
-        }
-        return sum(damage(Path(region)) for region in sorted(regions))
+        return sum(damage(region) for node in self.instance.nodes() for region in regions_of(node.pid))
 
     def _nodes(self, role: str) -> list[NodeRecord]:
         return [record for record in self.instance.nodes() if record.role == role]
 
 
 @contextlib.contextmanager
-def _cluster(config: Path | None) -> Iterator[Instance]:
-    name = f"demo-{secrets.token_hex(4)}"
+def _configuration(named: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvcomm-demo-") as folder:
-        if config is None:
-            config = Path(folder) / "kvcomm.yaml"
-            config.write_text(CONFIG)
-        embedded = Embedded.start(name, config, time.monotonic() + CLUSTER_DEADLINE_S)
-        try:
-            yield Instance.open(name)
-        finally:
-            embedded.stop()
+        path = Path(folder) / "kvcomm.yaml"
+        path.write_text(CONFIG)
+        yield named or path
+
+
+@contextlib.contextmanager
+def _cluster(config: Path) -> Iterator[Instance]:
+    name = f"demo-{secrets.token_hex(4)}"
+    embedded = Embedded.start(name, config, time.monotonic() + CLUSTER_DEADLINE_S)
+    try:
+        yield Instance.open(name)
+    finally:
+        embedded.stop()
 
 
 def _in_quarters(say: Say) -> Progress:
@@ -194,13 +197,3 @@ def _in_quarters(say: Say) -> Progress:
             say(text)
 
     return progress
-
-
-def _start(agents: Sequence[AgentProcess], instance: str, model: DemoModel, say: Say) -> Ready:
-    """Start all agents at once: loading a model is mostly waiting."""
-    say(f"starting {len(agents)} agents, each a process that loads the model")
-    folder = None if model.folder is None else str(model.folder)
-    for agent in agents:
-        agent.send(Start(agent.name, instance, model.label, folder))
-    ready = [agent.ready() for agent in agents]
-    return ready[0]

@@ -22,6 +22,7 @@ ROW = Row(
     prefilled_tokens=10,
     published_blocks=0,
     first_token_s=0.2,
+    fetch_s=0.1,
     prefill_first_token_s=4.0,
     tokens_equal=True,
     logprob_difference=1e-5,
@@ -29,7 +30,13 @@ ROW = Row(
     text=" Paris",
 )
 FIRST = msgspec.structs.replace(
-    ROW, agent="planner", fetched_tokens={"l1": 0, "l2": 0, "l3": 0}, fetched_bytes=0, first_token_s=4.1
+    ROW,
+    agent="planner",
+    fetched_tokens={"l1": 0, "l2": 0, "l3": 0},
+    fetched_bytes=0,
+    first_token_s=4.1,
+    tokens_equal=None,
+    logprob_difference=None,
 )
 FROM_L3 = msgspec.structs.replace(ROW, fetched_tokens={"l1": 0, "l2": 0, "l3": 1600}, first_token_s=0.5)
 
@@ -66,6 +73,7 @@ def test_a_good_run() -> None:
     [
         ((ROW, msgspec.structs.replace(FROM_L3, tokens_equal=False)), {}, "another text"),
         ((ROW, msgspec.structs.replace(FROM_L3, logprob_difference=0.5)), {}, "log-probabilities"),
+        ((ROW, msgspec.structs.replace(FROM_L3, trouble="unavailable: gone")), {}, "unavailable: gone"),
         ((FIRST, ROW), {}, "nothing was fetched from L3"),
         ((FIRST, FROM_L3), {}, "nothing was fetched from L2"),
         ((ROW, FROM_L3), {"damaged_copies": 0}, "no copy was found"),
@@ -85,7 +93,7 @@ def test_damage_that_is_refused_is_no_problem() -> None:
 
 
 def test_the_table_names_agents_and_problems() -> None:
-    console = Console(width=160, record=True, file=None, quiet=False)
+    console = Console(width=110)
     with console.capture() as captured:
         report(FIRST, ROW).show(console)
     text = captured.get()
