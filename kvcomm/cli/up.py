@@ -52,7 +52,10 @@ def up(
     except InstanceExists:
         cluster = Instance.open(instance)
     with _alone(cluster):
-        check_placement(cluster.ring(), load_config(config).cluster)
+        settings = load_config(config)
+        check_placement(cluster.ring(), settings.cluster)
+        if settings.storage.directory:
+            cluster.keep_secret_in(Path(settings.storage.directory))
         _reclaim()
         written = _write_config(cluster, config, lifeline)
         try:

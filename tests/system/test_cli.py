@@ -204,6 +204,29 @@ def test_up_stops_cleanly_and_keeps_its_records(foreground: subprocess.Popen[byt
         second.stdout.close() if second.stdout else None
 
 
+def test_records_in_a_lasting_place_outlive_the_instance(tmp_path: Path) -> None:
+    from kvcomm import connect
+
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(CONFIG.replace("shards: 3", "shards: 1") + f"  directory: {tmp_path / 'records'}\n")
+    command = [sys.executable, "-m", "kvcomm.cli", "up", "--instance", "lasting", "--config", str(config)]
+    for life in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            assert b"is up" in process.stdout.readline()
+            with connect(config, instance="lasting") as kv:
+                if life:
+                    assert kv.state("kept").get("k").value == b"v"
+                else:
+                    kv.state("kept").put("k", b"v")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            process.stdout.close() if process.stdout else None
+            Instance.open("lasting").remove()  # as a restart of the host does
+
+
 def test_a_killed_supervisor_takes_its_nodes_along(foreground: subprocess.Popen[bytes]) -> None:
     assert foreground.stdout is not None
     assert b"is up" in foreground.stdout.readline()
