@@ -305,7 +305,8 @@ class StorageConfig:
 
     directory: str = _setting(
         "directory", _text, "",
-        "Where shards keep their records. Empty: inside the instance's own directory, which is removed with "
+        "Where shards keep their records, and the instance's secret with them: record names are made with "
+        "it. Empty: inside the instance's own directory, which is removed with "
         "the instance and may not survive a reboot.",
     )  # fmt: skip
     fsync: Literal["always", "interval", "never"] = _setting(
