@@ -67,9 +67,9 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             ready=ready,
         )
     finally:
+        await _end(announcing)
         await process.withdraw()
-    for task in announcing:
-        task.result()  # what went wrong while announcing is why we ended
+    _check(announcing)
 
 
 def shard(
@@ -138,9 +138,9 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 ring_map=process.instance.ring() or NO_RING,
             )
         finally:
+            await _end(announcing)
             await process.withdraw()
-    for task in announcing:
-        task.result()
+    _check(announcing)
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
@@ -150,3 +150,17 @@ async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
     except BaseException:
         stop.set()
         raise
+
+
+async def _end(announcing: list[asyncio.Task[None]]) -> None:
+    """End an announcement that is still under way: nothing may be registered after the withdrawal."""
+    for task in announcing:
+        task.cancel()
+    await asyncio.gather(*announcing, return_exceptions=True)
+
+
+def _check(announcing: list[asyncio.Task[None]]) -> None:
+    """Raise what went wrong while announcing: it is why the node ended."""
+    for task in announcing:
+        if not task.cancelled():
+            task.result()
