@@ -29,7 +29,7 @@ def kvcomm(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[b
     )
 
 
-def test_state_from_the_shell(cluster: Cluster) -> None:
+def test_state_from_the_shell(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("--instance", cluster.instance.name, "--config", str(cluster.config))
     assert kvcomm("get", "lamp", "color", *at).returncode == 1
     assert kvcomm("put", "lamp", "color", "red", *at).returncode == 0
@@ -39,8 +39,11 @@ def test_state_from_the_shell(cluster: Cluster) -> None:
     assert kvcomm("put", "lamp", "color", "blue", "--blind", *at).returncode == 0
     siblings = kvcomm("get", "lamp", "color", "--json", *at)
     assert len(json.loads(siblings.stdout)["values_base64"]) == 2
+    monkeypatch.setenv("KVCOMM_ADDRESS", "tcp://127.0.0.1:1")  # what the options say goes before it
+    assert kvcomm("put", "lamp-2", "color", "red", *at).returncode == 0
     listed = kvcomm("ls", "state/lamp", *at)
     assert listed.stdout == b"state/lamp/color\n"
+    assert kvcomm("ls", "state/lamp/color", *at).stdout == b"state/lamp/color\n"
 
 
 def test_status_names_every_node(cluster: Cluster) -> None:
