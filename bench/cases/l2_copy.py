@@ -40,7 +40,6 @@ COPY = "reader: copy of a block verified before"
 FIRST, PUT = "reader: first copy, with checksum", "tier: put of a new block"
 COPY_TIMES_MAX, PUT_TIMES_MAX = 1.6, 2.5
 POOL_BYTES = 2 << 30
-"""Small enough that the puts soon have to evict, as they do in a pool that has run for a while."""
 
 
 def run(scale: Scale) -> Report:
@@ -85,7 +84,11 @@ def _measure_copies(
 
 
 def _measure_puts(scale: Scale, report: Report, size_bytes: int, writer: _Writer) -> None:
-    operations = [memcpy(scale.working_set, size_bytes), writer.put(scale.working_set, size_bytes)]
+    put = writer.put(scale.working_set, size_bytes)
+    put.times(
+        scale.fill_bytes // size_bytes
+    )  # from here on a put has to evict, and all memory was used before
+    operations = [memcpy(scale.working_set, size_bytes), put]
     rounds = interleave(operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set)
     size = size_name(size_bytes)
     report.add(rounds, size, {PUT: MEMCPY}, only=[PUT])
