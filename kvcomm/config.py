@@ -288,8 +288,9 @@ class ClusterConfig:
     )  # fmt: skip
     read_quorum: int = _setting(
         "read_quorum", _positive_count, 1,
-        "Replicas asked by a read of a record. With `read_quorum + write_quorum > replicas` a read sees "
-        "every acknowledged write; with less it may be stale for a moment, and costs less.",
+        "Replicas asked by a read of a record. With `read_quorum + write_quorum > replicas` a read always "
+        "sees every acknowledged write. With less the first owner answers alone, for one message: it may be "
+        "stale after it was away. Whoever stands in for it asks as many as it takes.",
     )  # fmt: skip
     block_copies: int = _setting(
         "block_copies", _positive_count, 1,
@@ -310,14 +311,14 @@ class StorageConfig:
     fsync: Literal["always", "interval", "never"] = _setting(
         "fsync", _one_of("always", "interval", "never"), "always",
         "When a record write is forced to disk. `always`: before it is acknowledged, nothing acknowledged "
-        "is lost in a power cut. `interval`: acknowledged first, the last `fsync_interval` may be lost in a "
-        "power cut, nothing in a crash of the process. `never`: left to the operating system, a power cut "
-        "may lose about the last 30 s.",
+        "is lost in a power cut. `interval`: acknowledged first, forced every `fsync_interval`. `never`: "
+        "left to the operating system. With these two a crash of the process loses nothing, but a power cut "
+        "costs the shard its whole database: it is set aside and the shard starts empty, so only what other "
+        "hosts' replicas have is left.",
     )  # fmt: skip
     fsync_interval_s: float = _setting(
         "fsync_interval", _positive_seconds, "50ms",
-        "How often `fsync: interval` forces writes to disk: what a power cut may cost at most. Not used "
-        "otherwise.",
+        "How often `fsync: interval` forces writes to disk. Not used otherwise.",
     )  # fmt: skip
 
 

@@ -279,8 +279,13 @@ class Shard:
         self._writing.put(origin, message.epoch, drafts)
 
     def _query(self, tenant: bytes, key: bytes) -> Query:
-        others = self._others(key)
-        return Query(tenant + key, others, min(self.ring.to_map().read_quorum, 1 + len(others)))
+        """Callers go past a record's first owner only when it did not answer.  It may be the one that has the
+        newest write, so whoever stands in for it reads from enough replicas to meet every write quorum."""
+        others, ring = self._others(key), self.ring.to_map()
+        copies, need = 1 + len(others), ring.read_quorum
+        if self.ring.replicas(key)[0] != self.node:
+            need = max(need, copies - min(ring.write_quorum, copies) + 1)
+        return Query(tenant + key, others, min(need, copies))
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
         if write.value is not None and len(write.value) > VALUE_BYTES_MAX:

@@ -44,7 +44,7 @@ def demo(
     else:
         from rich.console import Console
 
-        report.show(Console())
+        report.show(Console(width=None if sys.stdout.isatty() else 120))
     raise typer.Exit(1 if report.problems() else 0)
 
 

@@ -91,6 +91,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, block_region
+    from l3_shard.desk import ShardLimits
     from l3_shard.ring import NO_RING
     from l3_shard.server import ShardOptions, run_shard
 
@@ -126,6 +127,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                     process.storage_directory,
                     settings.storage.fsync,
                     settings.storage.fsync_interval_s,
+                    limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
                     connect_timeout_s=settings.network.connect_timeout_s,
                 ),
                 blocks=store,

@@ -73,7 +73,11 @@ class Agent:
         if order.keep:
             session.publish()
             self._kv.agent(self.name, self._namespace).context(order.session).append(session.tokens)
-        alone = self._read_alone(tokens, order.new_tokens)
+        alone = (
+            self._read_alone(tokens, order.new_tokens)
+            if reading.fetched_tokens
+            else self._alone.get(tuple(tokens))
+        )
         return Row(
             agent=self.name,
             step=order.step,
@@ -84,9 +88,9 @@ class Agent:
             prefilled_tokens=reading.prefilled_tokens,
             published_blocks=0 if reading.published is None else reading.published.stored,
             first_token_s=reading.time_to_first_token_s,
-            prefill_first_token_s=alone.first_token_s,
-            tokens_equal=generation.tokens == alone.generation.tokens,
-            logprob_difference=_difference(generation, alone.generation),
+            prefill_first_token_s=alone.first_token_s if alone else reading.time_to_first_token_s,
+            tokens_equal=generation.tokens == alone.generation.tokens if alone else None,
+            logprob_difference=_difference(generation, alone.generation) if alone else None,
             refused_copies=self._refused_copies() - refused_before,
             text=generation.text,
             trouble=reading.trouble,

@@ -65,9 +65,9 @@ class Row(msgspec.Struct, frozen=True, tag=True):
     """With sharing: from the call to the first logits."""
     prefill_first_token_s: float
     """Without sharing, same process, same tokens."""
-    tokens_equal: bool
-    """Whether both runs continued with the same tokens."""
-    logprob_difference: float
+    tokens_equal: bool | None
+    """Whether both runs continued with the same tokens; ``None`` where this is the run without sharing."""
+    logprob_difference: float | None
     """Largest absolute difference of a continued token's log-probability, natural logarithm."""
     refused_copies: int
     """Copies that failed verification, at any tier."""

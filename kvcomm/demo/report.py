@@ -13,21 +13,19 @@ if TYPE_CHECKING:
 LOGPROB_TOLERANCE = 1e-3
 """Float32 with other shapes of matrix products differs by some 1e-5; a wrong K or V differs by far more."""
 
-_NUMBERS = [
+_COLUMNS = (
+    "agent: reads",
     "tokens",
-    "L1",
-    "L2",
-    "L3",
+    "fetched",
     "MB",
     "computed",
-    "first token",
+    "TTFT",
     "alone",
     "faster",
-    "same text",
+    "same",
     "|Δlogp|",
-    "refused",
-]
-"""Columns.  ``alone`` is the time to the first token without sharing."""
+)
+"""``TTFT``: time to the first token; ``alone``: without sharing; ``same``: both runs wrote the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,8 @@ class Report:
 
     @property
     def tokens_equal(self) -> bool:
-        return all(row.tokens_equal for row in self.rows)
+        """Whether every reading that shared or was compared gave the text of the one without sharing."""
+        return all(row.tokens_equal is not False for row in self.rows)
 
     @property
     def hits(self) -> dict[str, int]:
@@ -63,11 +62,13 @@ class Report:
 
     def problems(self) -> list[str]:
         """Why the demonstration failed; empty if it did not."""
-        wrong = [f"{row.agent} ({row.step}) got another text" for row in self.rows if not row.tokens_equal]
+        wrong = [
+            f"{row.agent} ({row.step}) got another text" for row in self.rows if row.tokens_equal is False
+        ]
         wrong += [
             f"{row.agent} ({row.step}): log-probabilities differ by {row.logprob_difference:.2g}"
             for row in self.rows
-            if row.logprob_difference > LOGPROB_TOLERANCE
+            if row.logprob_difference is not None and row.logprob_difference > LOGPROB_TOLERANCE
         ]
         wrong += [f"nothing was fetched from {tier.upper()}" for tier in ("l2", "l3") if not self.hits[tier]]
         if self.damaged_copies == 0:
@@ -89,7 +90,7 @@ class Report:
             "block_tokens": self.block_tokens,
             "block_bytes": self.block_bytes,
             "tokens_equal": self.tokens_equal,
-            "max_logprob_difference": max(row.logprob_difference for row in self.rows),
+            "max_logprob_difference": max(row.logprob_difference or 0.0 for row in self.rows),
             "hits": self.hits,
             "speed_up": self.speed_up,
             "refused_copies": self.refused_copies,
@@ -98,17 +99,28 @@ class Report:
             "agents": [_row_document(row) for row in self.rows],
         }
 
+    def _remarks(self) -> list[str]:
+        remarks = [f"The pool was killed; a new one served after {self.pool_restart_s:.2f} s."]
+        if self.damaged_copies is not None:
+            remarks.append(
+                f"{self.damaged_copies} stored copies were damaged; readers refused {self.refused_copies}."
+            )
+        return remarks
+
     def show(self, console: Console) -> None:
+        from rich import box
         from rich.table import Table
 
-        table = Table(title=f"{self.model}, {self.context_tokens} shared tokens ({self.text_source})")
-        for name in ("agent", "reads"):
-            table.add_column(name)
-        for name in _NUMBERS:
-            table.add_column(name, justify="right")
+        console.print(f"{self.model}; {self.context_tokens} shared tokens from the {self.text_source}")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(_COLUMNS[0], no_wrap=True)
+        for name in _COLUMNS[1:]:
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(*_cells(row))
         console.print(table)
+        for line in self._remarks():
+            console.print(line, highlight=False)
         for problem in self.problems():
             console.print(f"FAILED: {problem}", style="bold red", highlight=False)
 
@@ -134,17 +146,16 @@ def _row_document(row: Row) -> dict[str, Any]:
 
 
 def _cells(row: Row) -> list[str]:
+    fetched = [f"{tier.upper()} {count}" for tier, count in row.fetched_tokens.items() if count]
     return [
-        row.agent,
-        row.step,
+        f"{row.agent}: {row.step}",
         f"{row.token_count}",
-        *(f"{row.fetched_tokens[tier] or '-'}" for tier in ("l1", "l2", "l3")),
+        " ".join(fetched) or "-",
         f"{row.fetched_bytes / 1e6:.1f}" if row.fetched_bytes else "-",
         f"{row.prefilled_tokens}",
         f"{row.first_token_s:.2f} s",
         f"{row.prefill_first_token_s:.2f} s",
         "-" if row.speed_up is None else f"{row.speed_up:.1f}x",
-        "yes" if row.tokens_equal else "NO",
-        f"{row.logprob_difference:.1e}",
-        f"{row.refused_copies or '-'}",
+        {True: "yes", False: "NO", None: "-"}[row.tokens_equal],
+        "-" if row.logprob_difference is None else f"{row.logprob_difference:.0e}",
     ]

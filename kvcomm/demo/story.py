@@ -6,8 +6,7 @@ critic follows the planner's context, which it has never seen, and reads on from
 killed.  A new one comes up empty, and the coder, as a new client, gets the blocks from the shards (L3). 5.
 The critic, as a new client, reads again: what the coder fetched is in the pool again (L2).
 
-With ``corrupt``, one byte of every stored copy is flipped before 5: the critic has to notice, compute, and
-publish anew.
+With ``corrupt``, one byte of every stored copy is flipped before 5: the critic has to notice and compute.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvcomm.demo.messages import Read, Ready, Row, Start
 from kvcomm.demo.model import DemoModel, find_model
 from kvcomm.demo.process import AgentProcess
 from kvcomm.demo.report import Report
-from kvcomm.demo.vandal import damage
+from kvcomm.demo.vandal import damage, regions_of
 from kvcomm.embedded import Embedded
 from kvcomm.errors import Unavailable
 from kvcomm.instance import Instance, NodeRecord
@@ -102,8 +101,6 @@ class _Story:
         damaged = self._damage() if self.options.corrupt else None
         step = "again" if damaged is None else "damaged copies"
         rows.append(self._read("critic", step, question=_REVIEW, follow="planner", fresh=True))
-        if damaged is not None:
-            rows.append(self._read("coder", "what was published anew", question=_CODE, fresh=True))
         return Report(
             model=self.model.label,
             text_source=self.text.source,
@@ -159,10 +156,7 @@ class _Story:
 
     def _damage(self) -> int:
         self.say("flipping one byte of every stored copy")
-        regions = {
-            record.region for role in ("pool", "shard") for record in self._nodes(role) if record.region
-        }
-        return sum(damage(Path(region)) for region in sorted(regions))
+        return sum(damage(region) for node in self.instance.nodes() for region in regions_of(node.pid))
 
     def _nodes(self, role: str) -> list[NodeRecord]:
         return [record for record in self.instance.nodes() if record.role == role]

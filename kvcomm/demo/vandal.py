@@ -1,6 +1,6 @@
 """Damages block copies where they lie, to show that readers notice.
 
-It needs no knowledge of the region's layout: every copy begins with a header that describes itself.  Bytes
+It needs no knowledge of a region's layout: every copy begins with a header that describes itself.  Bytes
 are read and written with ``pread`` and ``pwrite`` and holes are skipped, so that a sparse region stays
 sparse.
 """
@@ -15,7 +15,15 @@ from pathlib import Path
 from kvcomm.block import HEADER_BYTES, MAGIC, BlockHeader
 from kvcomm.errors import Corrupt
 
+_REGIONS = "/dev/shm/kvcomm-"
 _STEP_BYTES = 8 << 20
+
+
+def regions_of(pid: int) -> list[Path]:
+    """Shared-memory regions that a node has mapped, wherever it keeps its blocks."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    files = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return [Path(name) for name in sorted(files) if name.startswith(_REGIONS)]
 
 
 def damage(path: Path) -> int:
@@ -34,16 +42,15 @@ def damage(path: Path) -> int:
 def _payloads(descriptor: int) -> Iterator[int]:
     """Offset of the middle byte of each copy's payload."""
     for begin, end in _data_ranges(descriptor):
-        at = begin
-        while at < end:
-            window = os.pread(descriptor, _STEP_BYTES + HEADER_BYTES, at)
+        for at in range(begin, end, _STEP_BYTES):
+            stop = min(_STEP_BYTES, end - at)  # what begins behind it belongs to the next window or range
+            window = os.pread(descriptor, stop + HEADER_BYTES, at)
             found = window.find(MAGIC)
-            while 0 <= found < _STEP_BYTES:
+            while 0 <= found < stop:
                 header = _header(window[found : found + HEADER_BYTES])
                 if header is not None and header.payload_bytes:
                     yield at + found + HEADER_BYTES + header.payload_bytes // 2
                 found = window.find(MAGIC, found + 1)
-            at += _STEP_BYTES
 
 
 def _header(buffer: bytes) -> BlockHeader | None:

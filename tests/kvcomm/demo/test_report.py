@@ -29,7 +29,13 @@ ROW = Row(
     text=" Paris",
 )
 FIRST = msgspec.structs.replace(
-    ROW, agent="planner", fetched_tokens={"l1": 0, "l2": 0, "l3": 0}, fetched_bytes=0, first_token_s=4.1
+    ROW,
+    agent="planner",
+    fetched_tokens={"l1": 0, "l2": 0, "l3": 0},
+    fetched_bytes=0,
+    first_token_s=4.1,
+    tokens_equal=None,
+    logprob_difference=None,
 )
 FROM_L3 = msgspec.structs.replace(ROW, fetched_tokens={"l1": 0, "l2": 0, "l3": 1600}, first_token_s=0.5)
 
@@ -85,7 +91,7 @@ def test_damage_that_is_refused_is_no_problem() -> None:
 
 
 def test_the_table_names_agents_and_problems() -> None:
-    console = Console(width=160, record=True, file=None, quiet=False)
+    console = Console(width=110)
     with console.capture() as captured:
         report(FIRST, ROW).show(console)
     text = captured.get()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from kvcomm.block import (
     verify_copy,
 )
 from kvcomm.demo import vandal
-from kvcomm.demo.vandal import damage
+from kvcomm.demo.vandal import damage, regions_of
 from kvcomm.errors import Corrupt
 from kvcomm.namespace import Namespace
 
@@ -77,16 +79,22 @@ def test_what_only_looks_like_a_header_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "region").read_bytes() == content
 
 
-def test_a_sparse_file_stays_sparse(tmp_path: Path) -> None:
-    path = tmp_path / "region"
+def test_a_sparse_file_is_damaged_once_and_stays_sparse(tmp_path: Path) -> None:
+    path, stored = tmp_path / "region", copies(3)
     with path.open("wb") as file:
-        file.truncate(2 * HOLE_BYTES)
-        file.seek(HOLE_BYTES)
-        file.write(next(iter(copies(1).values())))
+        for index, copy in enumerate(stored.values()):
+            file.seek((index + 1) * HOLE_BYTES)
+            file.write(copy)
+        file.truncate(5 * HOLE_BYTES)
     before = path.stat().st_blocks
     assert before * 512 < HOLE_BYTES  # else this file system has no holes and the test shows nothing
-    assert damage(path) == 1
+    assert damage(path) == 3
     assert path.stat().st_blocks == before
+    for index, key in enumerate(stored):
+        with path.open("rb") as file:
+            file.seek((index + 1) * HOLE_BYTES)
+            with pytest.raises(Corrupt):
+                verify_copy(file.read(HOLE_BYTES), key)
 
 
 def _rebuilt(stored: dict[BlockKey, bytes], places: dict[BlockKey, int], content: bytes) -> bytes:
@@ -94,3 +102,15 @@ def _rebuilt(stored: dict[BlockKey, bytes], places: dict[BlockKey, int], content
     for key, at in places.items():
         whole[at : at + len(stored[key])] = stored[key]
     return bytes(whole)
+
+
+def test_mapped_regions_are_found() -> None:
+    descriptor, name = tempfile.mkstemp(prefix="kvcomm-test-", dir="/dev/shm")
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        before = regions_of(os.getpid())
+        with mmap.mmap(descriptor, mmap.PAGESIZE):
+            assert regions_of(os.getpid()) == sorted([*before, Path(name)])
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
