@@ -23,7 +23,7 @@ class Scale:
     large_bytes: int
     prefix_tokens: int
     fill_bytes: int
-    """Put before puts are timed: more than the pool holds, so that it is in the state it has after a while."""
+    """Put before puts are timed: more than the pool holds, so that it is as full as it is after a while."""
     processes: int
     """Fresh processes for what can be measured only once in each."""
 
