@@ -218,7 +218,7 @@ class CacheConfig:
         share_of="l2_size_bytes",
     )  # fmt: skip
     l3_size_bytes: int = _setting(
-        "l3_size", _bytes_or_share, "10%",
+        "l3_size", _bytes_or_share, "5%",
         "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
         "are evicted.",
     )  # fmt: skip

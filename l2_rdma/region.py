@@ -261,8 +261,8 @@ def _require_room(directory: Path, region_bytes: int) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < region_bytes:
         raise ConfigError(
-            f"cache.l2_size asks for {region_bytes} bytes but {directory} has {free_bytes} free; "
-            f"lower cache.l2_size or enlarge {directory}"
+            f"cache.l2_size (a pool) or cache.l3_size (a shard) asks for {region_bytes} bytes but {directory} "
+            f"has {free_bytes} free; lower it or enlarge {directory}"
         )
 
 
@@ -271,8 +271,8 @@ def _allocate(descriptor: int, begin: int, size: int, directory: Path) -> None:
         os.posix_fallocate(descriptor, begin, size)
     except OSError as error:
         raise ConfigError(
-            f"{directory} is full at {begin} bytes of the region ({error.strerror}); "
-            f"lower cache.l2_size or enlarge {directory}"
+            f"{directory} is full at {begin} bytes of the region ({error.strerror}); lower cache.l2_size "
+            f"(a pool) or cache.l3_size (a shard), or enlarge {directory}"
         ) from error
 
 
