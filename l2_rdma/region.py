@@ -261,8 +261,8 @@ def _require_room(directory: Path, region_bytes: int) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < region_bytes:
         raise ConfigError(
-            f"cache.l2_size (a pool) or cache.l3_size (a shard) asks for {region_bytes} bytes but {directory} "
-            f"has {free_bytes} free; lower it or enlarge {directory}"
+            f"cache.l2_size (a pool) or cache.l3_size (a shard) asks for {region_bytes} bytes but "
+            f"{directory} has {free_bytes} free; lower it or enlarge {directory}"
         )
 
 
