@@ -111,7 +111,7 @@ def test_up_says_why_a_node_cannot_start(tmp_path: Path) -> None:
         assert said.returncode == 1, said.stderr
         text = said.stderr.decode()
         assert "pool-0 does not come up" in text
-        assert "asks for" in text
+        assert "asked for" in text
         assert "Traceback" not in text
         assert instance.nodes() == []
     finally:
@@ -125,7 +125,7 @@ def test_an_embedded_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
 
     config = tmp_path / "kvcomm.yaml"
     config.write_text("cache: {l2_size: 900TB, l3_size: 16MiB}\ncluster: {shards: 1}\n")
-    with pytest.raises(Unavailable, match=r"cache\.l2_size .*asks for"):
+    with pytest.raises(Unavailable, match=r"asked for"):
         Embedded.start("hopeless-guest", config, time.monotonic() + 60)
     assert "hopeless-guest" not in [each.name for each in Instance.list()]
 
