@@ -78,6 +78,8 @@ class BlockService:
         self._clock = clock
         self._region = region
         self._epoch = epoch
+        self.grant_counts: dict[str, int] = {}
+        """Reservations asked for since start, by the answer."""
         # Puts whose payload is being received.
         self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}
         self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
@@ -105,7 +107,7 @@ class BlockService:
         wants = _checked_wants(message.wants)
         if sum(want.copy_bytes for want in wants) != payload_bytes:
             raise Refused("the payload is not as long as the copies that the put names")
-        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        grants = self._grant(origin, wants)
         self._arriving[origin.connection, origin.request] = grants
         pieces: list[memoryview] = []
         for want, grant in zip(wants, grants, strict=True):
@@ -154,7 +156,13 @@ class BlockService:
         assert isinstance(message, BlockReserve)
         self._require_region(origin)
         wants = _checked_wants(message.wants)
-        return BlockReserved(self._store.reserve(wants, origin.connection, origin.tenant, self._clock()))
+        return BlockReserved(self._grant(origin, wants))
+
+    def _grant(self, origin: Origin, wants: list[Want]) -> list[Grant]:
+        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        for grant in grants:
+            self.grant_counts[grant.status] = self.grant_counts.get(grant.status, 0) + 1
+        return grants
 
     def _publish(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockPublish)

@@ -135,6 +135,8 @@ class DataServer:
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
+        self.request_counts: dict[type[Message], int] = {}
+        """Requests received since start, by message; a plain dictionary, taken over when somebody looks."""
 
     @property
     def connection_count(self) -> int:
@@ -300,6 +302,8 @@ class _Accepted:
         self._outbox.put(encode_frame(frame.request, welcome))
 
     def _request(self, origin: Origin, frame: Frame) -> None:
+        kind, counts = type(frame.message), self._server.request_counts
+        counts[kind] = counts.get(kind, 0) + 1
         if not frame.payload:  # else it began when its payload did
             self._begin(frame.request)
         reply = _Reply(self, frame.request)

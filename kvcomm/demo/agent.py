@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcomm.engines.transformers import Generation, Session
 
 TIERS = ("l1", "l2", "l3")
+_DEADLINE_S = 30.0
+"""For one fetch or publish: generous, since a slow demonstration is better than one that computes instead."""
 _WARM_UP_TOKENS = 64
 _ROOM_TOKENS = 16
 
@@ -43,6 +45,7 @@ class Agent:
 
         self.name = start.agent
         self._instance = start.instance
+        self._config = start.config
         folder = None if start.model_folder is None else Path(start.model_folder)
         self._model, self._tokenizer = DemoModel(start.model_label, folder).load()
         self._namespace = namespace_of(self._model, self._tokenizer)
@@ -88,6 +91,7 @@ class Agent:
             prefilled_tokens=reading.prefilled_tokens,
             published_blocks=0 if reading.published is None else reading.published.stored,
             first_token_s=reading.time_to_first_token_s,
+            fetch_s=reading.fetch_s,
             prefill_first_token_s=alone.first_token_s if alone else reading.time_to_first_token_s,
             tokens_equal=generation.tokens == alone.generation.tokens if alone else None,
             logprob_difference=_difference(generation, alone.generation) if alone else None,
@@ -115,12 +119,12 @@ class Agent:
     def _session(self, kv: Client | None) -> Session:
         from kvcomm.engines.transformers import Session
 
-        return Session(self._model, self._tokenizer, kv, self._namespace)
+        return Session(self._model, self._tokenizer, kv, self._namespace, deadline_s=_DEADLINE_S)
 
     def _connect(self) -> Client:
         from kvcomm.connect import connect
 
-        return connect(instance=self._instance, embed=False)
+        return connect(self._config, instance=self._instance, embed=False)
 
     def _refused_copies(self) -> int:
         numbers = self._kv.metrics()

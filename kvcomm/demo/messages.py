@@ -10,6 +10,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     agent: str
     instance: str
+    config: str
+    """The configuration file of the cluster."""
     model_label: str
     model_folder: str | None
 
@@ -63,6 +65,8 @@ class Row(msgspec.Struct, frozen=True, tag=True):
     published_blocks: int
     first_token_s: float
     """With sharing: from the call to the first logits."""
+    fetch_s: float
+    """Part of it: fetching and copying into the cache."""
     prefill_first_token_s: float
     """Without sharing, same process, same tokens."""
     tokens_equal: bool | None

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvcomm.demo.messages import Order, Read, Ready, Reconnect, Reply, Row, Start, Trouble
+from kvcomm.demo.messages import Order, Read, Ready, Reconnect, Reply, Row, Trouble
 from kvcomm.errors import KVCommError, Unavailable
 
 R = TypeVar("R", Ready, Row)
@@ -21,6 +21,7 @@ R = TypeVar("R", Ready, Row)
 START_DEADLINE_S = 300.0
 READ_DEADLINE_S = 600.0
 _END_DEADLINE_S = 5.0
+_OTHER_CLUSTER = {"KVCOMM_ADDRESS", "KVCOMM_INSTANCE", "KVCOMM_TOKEN", "KVCOMM_CONFIG"}
 _REPLY_BYTES_MAX = 1 << 20
 _STDERR_TAIL_BYTES = 2000
 
@@ -38,7 +39,7 @@ class AgentProcess:
             stdout=subprocess.PIPE,
             stderr=self._said,
             start_new_session=True,
-            env=os.environ | _environment(threads),
+            env=_environment(threads),
         )
         self._buffer = b""
 
@@ -58,9 +59,6 @@ class AgentProcess:
     def ready(self, deadline_s: float = START_DEADLINE_S) -> Ready:
         """The reply to ``Start`` or ``Reconnect``."""
         return self._reply(Ready, deadline_s)
-
-    def start(self, order: Start) -> None:
-        self.send(order)
 
     def reconnect(self) -> Ready:
         self.send(Reconnect())
@@ -122,8 +120,12 @@ class AgentProcess:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Agents compute in turn, so each may have all cores, but must not spin on them while it waits."""
-    return {
+    """Agents compute in turn, so each may have all cores, but must not spin on them while it waits.
+
+    Which cluster they join is in their orders, not in what the user's shell says of another one.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_CLUSTER}
+    return inherited | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",

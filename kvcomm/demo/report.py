@@ -70,6 +70,7 @@ class Report:
             for row in self.rows
             if row.logprob_difference is not None and row.logprob_difference > LOGPROB_TOLERANCE
         ]
+        wrong += [f"{row.agent} ({row.step}): {row.trouble}" for row in self.rows if row.trouble]
         wrong += [f"nothing was fetched from {tier.upper()}" for tier in ("l2", "l3") if not self.hits[tier]]
         if self.damaged_copies == 0:
             wrong.append("no copy was found to damage")
@@ -135,6 +136,7 @@ def _row_document(row: Row) -> dict[str, Any]:
         "prefilled_tokens": row.prefilled_tokens,
         "published_blocks": row.published_blocks,
         "first_token_s": row.first_token_s,
+        "fetch_s": row.fetch_s,
         "prefill_first_token_s": row.prefill_first_token_s,
         "speed_up": row.speed_up,
         "tokens_equal": row.tokens_equal,

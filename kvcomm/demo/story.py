@@ -17,7 +17,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +75,13 @@ def tell(options: Options, say: Say) -> Report:
         threads = os.cpu_count() or 1
         agents = {name: stack.enter_context(AgentProcess(name, threads)) for name in AGENTS}
         say("starting a cluster: one pool, three shards")
-        instance = stack.enter_context(_cluster(options.config))
-        ready = _start(list(agents.values()), instance.name, model, say)
+        config = stack.enter_context(_configuration(options.config))
+        instance = stack.enter_context(_cluster(config))
+        say(f"starting {len(agents)} agents, each a process that loads the model")
+        folder = None if model.folder is None else str(model.folder)
+        for agent in agents.values():  # at once: loading a model is mostly waiting
+            agent.send(Start(agent.name, instance.name, str(config), model.label, folder))
+        ready = [agent.ready() for agent in agents.values()][-1]
         return _Story(options, say, text, model, ready, agents, instance).tell()
 
 
@@ -163,17 +168,21 @@ class _Story:
 
 
 @contextlib.contextmanager
-def _cluster(config: Path | None) -> Iterator[Instance]:
-    name = f"demo-{secrets.token_hex(4)}"
+def _configuration(named: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvcomm-demo-") as folder:
-        if config is None:
-            config = Path(folder) / "kvcomm.yaml"
-            config.write_text(CONFIG)
-        embedded = Embedded.start(name, config, time.monotonic() + CLUSTER_DEADLINE_S)
-        try:
-            yield Instance.open(name)
-        finally:
-            embedded.stop()
+        path = Path(folder) / "kvcomm.yaml"
+        path.write_text(CONFIG)
+        yield named or path
+
+
+@contextlib.contextmanager
+def _cluster(config: Path) -> Iterator[Instance]:
+    name = f"demo-{secrets.token_hex(4)}"
+    embedded = Embedded.start(name, config, time.monotonic() + CLUSTER_DEADLINE_S)
+    try:
+        yield Instance.open(name)
+    finally:
+        embedded.stop()
 
 
 def _in_quarters(say: Say) -> Progress:
@@ -188,13 +197,3 @@ def _in_quarters(say: Say) -> Progress:
             say(text)
 
     return progress
-
-
-def _start(agents: Sequence[AgentProcess], instance: str, model: DemoModel, say: Say) -> Ready:
-    """Start all agents at once: loading a model is mostly waiting."""
-    say(f"starting {len(agents)} agents, each a process that loads the model")
-    folder = None if model.folder is None else str(model.folder)
-    for agent in agents:
-        agent.send(Start(agent.name, instance, model.label, folder))
-    ready = [agent.ready() for agent in agents]
-    return ready[0]

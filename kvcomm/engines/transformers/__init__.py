@@ -1,8 +1,8 @@
 """KVCOMM in Hugging Face transformers: name a model's KV, move it between caches and blocks, read with it.
 
     session = Session(model, tokenizer, kv)
-    reading = session.read("the shared context ...")   # fetches what anybody computed, prefills the rest,
-    publishes it print(session.generate(32).text)
+    reading = session.read("the shared context ...")   # fetches what anybody computed, prefills the rest
+    print(session.generate(32).text)
 
 ``namespace_of`` is the identity of a loaded model's KV, ``blocks_of`` and ``cache_from`` convert between a
 cache and payloads of layout ``LKHTD`` = [layer, K or V, kv head, token, head dim].

@@ -169,9 +169,7 @@ class Session:
         """
         tokens = self._encode(context)
         began = self._clock()
-        own = self._keep_prefix(tokens)
-        found, trouble = self._fetch(tokens, own)
-        by_source = self._take_over(tokens, own, found, room_tokens)
+        by_source, trouble = self._fill_cache(tokens, len(tokens) + room_tokens)
         fetched = self._clock()
         prefilled = self._prefill(tokens)
         ended = self._clock()
@@ -256,6 +254,23 @@ class Session:
         self._shared_blocks = min(self._shared_blocks, common // self.namespace.block_tokens)
         return common
 
+    def _fill_cache(self, tokens: list[int], capacity_tokens: int) -> tuple[dict[str, int], str]:
+        """Take over what the cache still holds or, if it reaches further, what anybody published.
+
+        Returns token counts by source, and why sharing failed if it did.  What was fetched is copied and let
+        go here: its pins in the pool do not outlast the copy.
+        """
+        own = self._keep_prefix(tokens)
+        found, trouble = self._fetch(tokens, own)
+        if found is not None:
+            self._shared_blocks = len(found.blocks)
+        if found is not None and found.token_count > own:
+            return self._take_over(tokens, found, capacity_tokens), trouble
+        if own:
+            return {OWN: own}, trouble
+        self._cache = self._new_cache([], capacity_tokens)
+        return {}, trouble
+
     def _fetch(self, tokens: list[int], own: int) -> tuple[Found | None, str]:
         size = self.namespace.block_tokens
         if self._kv is None or len(tokens) // size <= own // size:
@@ -265,28 +280,18 @@ class Session:
         except KVCommError as error:  # sharing is an optimisation: without it, compute
             return None, f"{error.code}: {error.message}"
 
-    def _take_over(
-        self, tokens: list[int], own: int, found: Found | None, room_tokens: int
-    ) -> dict[str, int]:
-        """Put what was found into the cache if it reaches further; returns token counts by source."""
-        if found is not None:
-            size = self.namespace.block_tokens
-            assert len(found.blocks) * size == found.token_count <= len(tokens), (
-                "a hit is a prefix in whole blocks"
-            )
-            self._shared_blocks = max(self._shared_blocks, len(found.blocks))
-        capacity_tokens = len(tokens) + room_tokens
-        if found is None or found.token_count <= own:
-            if not own:
-                self._cache = self._new_cache([], capacity_tokens)
-            return {OWN: own} if own else {}
+    def _take_over(self, tokens: list[int], found: Found, capacity_tokens: int) -> dict[str, int]:
+        size = self.namespace.block_tokens
+        assert len(found.blocks) * size == found.token_count <= len(tokens), (
+            "a hit is a prefix in whole blocks"
+        )
         self._cache = self._new_cache([block.payload for block in found.blocks], capacity_tokens)
         held = min(found.token_count, len(tokens) - 1)
         truncate(self._cache, held)
         self._tokens = tokens[:held]
         by_tier: dict[str, int] = {}
         for block in found.blocks:
-            by_tier[block.tier] = by_tier.get(block.tier, 0) + self.namespace.block_tokens
+            by_tier[block.tier] = by_tier.get(block.tier, 0) + size
         return by_tier
 
     def _prefill(self, tokens: list[int]) -> int:

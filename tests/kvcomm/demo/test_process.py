@@ -31,7 +31,7 @@ def is_gone(pid: int) -> bool:
 
 def test_an_order_that_cannot_be_carried_out_says_why(tmp_path: Path) -> None:
     with AgentProcess("coder", threads=1) as agent:
-        agent.send(Start("coder", "no-such-instance", "m", str(tmp_path / "nothing")))
+        agent.send(Start("coder", "no-such-instance", "", "m", str(tmp_path / "nothing")))
         with pytest.raises(KVCommError, match="coder"):
             agent.ready()
     assert is_gone(agent.pid)

@@ -22,6 +22,7 @@ ROW = Row(
     prefilled_tokens=10,
     published_blocks=0,
     first_token_s=0.2,
+    fetch_s=0.1,
     prefill_first_token_s=4.0,
     tokens_equal=True,
     logprob_difference=1e-5,
@@ -72,6 +73,7 @@ def test_a_good_run() -> None:
     [
         ((ROW, msgspec.structs.replace(FROM_L3, tokens_equal=False)), {}, "another text"),
         ((ROW, msgspec.structs.replace(FROM_L3, logprob_difference=0.5)), {}, "log-probabilities"),
+        ((ROW, msgspec.structs.replace(FROM_L3, trouble="unavailable: gone")), {}, "unavailable: gone"),
         ((FIRST, ROW), {}, "nothing was fetched from L3"),
         ((FIRST, FROM_L3), {}, "nothing was fetched from L2"),
         ((ROW, FROM_L3), {"damaged_copies": 0}, "no copy was found"),
