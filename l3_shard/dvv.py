@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import Conflict, Corrupt, TooLarge
-from kvcomm.version import Dot, VersionError, VersionVector
+from kvcomm.version import COUNTER_MAX, Dot, VersionError, VersionVector
 from kvcomm.wire.messages import Dots, RecordState, Sibling
 
 SIBLINGS_MAX = 16
@@ -75,6 +75,10 @@ def put(
     seen = VersionVector.from_wire(state.context)
     if context.counter(replica) > seen.counter(replica):
         raise Conflict("the context was not read from this record; read the record and put with its context")
+    if seen.counter(replica) == COUNTER_MAX:
+        raise Conflict(
+            "a context with an impossible counter was written to this record; delete or abandon it"
+        )
     dot = Dot(replica, seen.counter(replica) + 1)
     kept = [sibling for sibling in state.siblings if context.counter(sibling.replica) < sibling.counter]
     siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])

@@ -61,6 +61,9 @@ class Local:
 
 Reader = Callable[[Local], None]
 
+DAMAGED_MAX = 65_536
+"""Damaged records remembered; over it they are forgotten, and found once more."""
+
 
 @dataclass(eq=False, slots=True)
 class _Line:
@@ -90,6 +93,7 @@ class Lines:
         self._to_apply: dict[bytes, None] = {}  # an ordered set
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
+        self._damaged: set[bytes] = set()  # on the disk; known, and not written since
 
     def read(self, key: bytes, reader: Reader) -> None:
         """Call ``reader`` with the durable state, at once if it is known."""
@@ -120,10 +124,14 @@ class Lines:
         line.waiting.remove(change)
         return True
 
-    def loaded(self, event: Loaded) -> None:
-        """Storage answered a ``Load``."""
+    def loaded(self, event: Loaded) -> list[bytes]:
+        """Storage answered a ``Load``; the damaged records that were not known to be."""
         keys = self._loads.pop(event.ticket)
         damaged = set(event.damaged)
+        found = [key for key in event.damaged if key not in self._damaged]
+        if len(self._damaged) + len(found) > DAMAGED_MAX:
+            self._damaged.clear()
+        self._damaged.update(found)
         states = event.states if not event.failure else (None,) * len(keys)
         for key, state in zip(keys, states, strict=True):
             line = self._lines[key]
@@ -134,6 +142,7 @@ class Lines:
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
+        return found
 
     def persisted(self, event: Persisted) -> None:
         """Storage answered a ``Persist``, ``durable`` or ``full``."""
@@ -142,6 +151,7 @@ class Lines:
             changes, line.writing = line.writing, []
             if event.outcome == "durable":
                 line.local = Local(line.written)
+                self._damaged.discard(key)
             for change in changes:
                 if event.outcome == "durable":
                     change.durable(line.written)
@@ -205,7 +215,7 @@ class Lines:
                 change.failed(error)
             else:
                 accepted.append(change)
-        if state == line.local.state:
+        if state == line.local.state and not line.local.damaged:
             for change in accepted:
                 change.durable(state)
             return False

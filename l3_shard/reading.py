@@ -1,9 +1,10 @@
 """``Reading``: coordinates gets: our own durable state, merged with those of other replicas until R have
 answered.
 
-With a read quorum of 1 nobody else is asked, unless our own copy is damaged or unreadable.  When fewer than R
-answer in time, what there is goes out marked ``degraded``.  Whatever an answer teaches us is merged into our
-own copy.
+With a read quorum of 1 nobody else is asked, unless our own copy is damaged, unreadable or absent: a shard
+whose disk was replaced has none of what it acknowledged, so what it lacks is looked for where every write
+quorum has left a copy.  When too few answer in time, what there is goes out marked ``degraded``.  Whatever an
+answer teaches us is merged into our own copy.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Query:
     """The replicas beside this one."""
     need: int
     """Answers that make it not degraded, this shard's own included."""
+    wide: int
+    """Answers that meet every write quorum: needed when ours cannot be relied on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +46,8 @@ class _Get:
 class _Record:
     get: _Get
     query: Query
+    need: int
+    asked: bool = False
     state: RecordState = dvv.EMPTY
     own: RecordState | None = None
     """Ours, once it is known and intact."""
@@ -78,9 +83,10 @@ class Reading:
         """
         request = self._desk.open(origin, len(queries))
         get = _Get(request, epoch, open_count=len(queries))
-        get.records = [_Record(get, query) for query in queries]
+        get.records = [_Record(get, query, query.need) for query in queries]
         request.expire = partial(self._expire, get)
-        self._ask(get, [record for record in get.records if record.query.need > 1])
+        if wide := [record for record in get.records if record.need > 1]:
+            self._ask(get, wide)
         for record in get.records:
             self._lines.read(record.query.key, partial(self._own, record))
 
@@ -88,6 +94,7 @@ class Reading:
         """Ask every other replica of each record: the slow and the dead must not hold up the quorum."""
         by_node: dict[str, list[_Record]] = {}
         for record in records:
+            record.asked = True
             record.outstanding += len(record.query.others)
             for node in record.query.others:
                 by_node.setdefault(node, []).append(record)
@@ -97,17 +104,22 @@ class Reading:
 
     def _own(self, record: _Record, local: Local) -> None:
         record.outstanding -= 1
-        if local.damaged or local.failure:
-            record.damaged = local.damaged
-            if record.query.need <= 1 and not record.decided:
-                self._ask(record.get, [record])
-        else:
+        record.damaged = local.damaged
+        if not local.damaged and not local.failure:
             record.own = local.state
             self._learn(record, local.state)
+        if record.own is None or not record.own.context:
+            record.need = max(record.need, record.query.wide)
+            if not record.asked and not record.decided:
+                self._ask(record.get, [record])
         self._settle(record)
 
     def _answered(self, records: list[_Record], answer: Message) -> None:
-        usable = isinstance(answer, RecordStates) and len(answer.states) == len(records) and _sound(answer)
+        usable = (
+            isinstance(answer, RecordStates)
+            and len(answer.states) == len(records)
+            and all(state is None or is_sound(state) for state in answer.states)
+        )
         if not usable:
             self._refused(answer)
         for index, record in enumerate(records):
@@ -127,12 +139,15 @@ class Reading:
             record.answer_count += counts
 
     def _settle(self, record: _Record) -> None:
-        if not record.decided and (record.answer_count >= record.query.need or not record.outstanding):
+        if not record.decided and (record.answer_count >= record.need or not record.outstanding):
             self._decide(record)
 
     def _decide(self, record: _Record) -> None:
         record.decided = True
-        if record.damaged or (record.own is not None and record.own != record.state):
+        if record.damaged:
+            if record.answer_count >= record.need:  # else the damage, which later reads must notice, stays
+                self._repair(record.query.key, record.state)
+        elif record.own is not None and record.own != record.state:
             self._repair(record.query.key, record.state)
         record.get.open_count -= 1
         if not record.get.open_count:
@@ -153,13 +168,14 @@ class Reading:
         size = sum(dvv.value_bytes(state) for state in states if state is not None)
         if len(states) > 1 and size > self._desk.limits.message_bytes:
             return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")
-        degraded = any(record.answer_count < record.query.need for record in get.records)
+        degraded = any(record.answer_count < record.need for record in get.records)
         self.degraded_count += degraded
         return RecordStates(states, degraded)
 
 
-def _sound(answer: RecordStates) -> bool:
+def is_sound(state: RecordState) -> bool:
+    """Whether a peer's state can be, and is in its canonical form."""
     try:
-        return all(dvv.checked(state) == state for state in answer.states if state is not None)
+        return dvv.checked(state) == state
     except Corrupt:
         return False
