@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
@@ -63,12 +64,17 @@ def record_name(*parts: str) -> bytes:
     """The record name of a path.  Raises ``ValueError`` for an empty part."""
     if not all(parts):
         raise ValueError(f"a name has no empty parts: {parts}")
-    return "/".join(quote(part, safe="") for part in parts).encode()
+    return "/".join([_quoted(part) for part in parts]).encode()
 
 
 def record_path(name: bytes) -> tuple[str, ...]:
     """The inverse of :func:`record_name`."""
     return tuple(unquote(part) for part in name.decode().split("/"))
+
+
+@lru_cache(maxsize=4_096)
+def _quoted(part: str) -> str:
+    return quote(part, safe="")
 
 
 class StatePlane:

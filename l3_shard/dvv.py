@@ -115,6 +115,8 @@ def presented(state: RecordState) -> RecordState:
     """As a reader is shown it: no tombstones, every value once (under its latest stamp), in the order of the
     dots.
     """
+    if len(state.siblings) == 1 and state.siblings[0].value is not None:
+        return state
     by_value: dict[bytes, Sibling] = {}
     for sibling in state.siblings:
         if sibling.value is not None:
@@ -131,7 +133,7 @@ def alive(state: RecordState) -> bool:
 
 def value_bytes(state: RecordState) -> int:
     """Bytes of all values, as stored and sent."""
-    return sum(len(sibling.value) for sibling in state.siblings if sibling.value is not None)
+    return sum([len(sibling.value) for sibling in state.siblings if sibling.value is not None])
 
 
 def checked(state: RecordState) -> RecordState:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable
 from kvcomm.machine import Origin
@@ -21,8 +22,7 @@ from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """A key to read, placed by the ring."""
 
     key: bytes
@@ -81,6 +81,10 @@ class Reading:
         Raises:
             Refused: the shard is busy.
         """
+        known = self._known(queries)
+        if known is not None:
+            self._desk.reply(origin, self._answer(known, degraded=False))
+            return
         request = self._desk.open(origin, len(queries))
         get = _Get(request, epoch, open_count=len(queries))
         get.records = [_Record(get, query, query.need) for query in queries]
@@ -89,6 +93,16 @@ class Reading:
             self._ask(get, wide)
         for record in get.records:
             self._lines.read(record.query.key, partial(self._own, record))
+
+    def _known(self, queries: Sequence[Query]) -> list[RecordState] | None:
+        """The states, if our own word is enough for all of them and we have it here: most gets are such."""
+        states: list[RecordState] = []
+        for query in queries:
+            state = self._lines.known(query.key) if query.need <= 1 else None
+            if state is None or not (state.context or query.wide <= 1):
+                return None
+            states.append(state)
+        return states
 
     def _ask(self, get: _Get, records: Sequence[_Record]) -> None:
         """Ask every other replica of each record: the slow and the dead must not hold up the quorum."""
@@ -164,11 +178,14 @@ class Reading:
     def _verdict(self, get: _Get) -> Message | KVCommError:
         if not all(record.answer_count for record in get.records):
             return Unavailable("no replica could read the record; retry later")
-        states = [dvv.presented(record.state) if record.state.context else None for record in get.records]
-        size = sum(dvv.value_bytes(state) for state in states if state is not None)
+        degraded = any(record.answer_count < record.need for record in get.records)
+        return self._answer([record.state for record in get.records], degraded)
+
+    def _answer(self, found: Sequence[RecordState], degraded: bool) -> Message | KVCommError:
+        states = [dvv.presented(state) if state.context else None for state in found]
+        size = sum([dvv.value_bytes(state) for state in states if state is not None])
         if len(states) > 1 and size > self._desk.limits.message_bytes:
             return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")
-        degraded = any(record.answer_count < record.need for record in get.records)
         self.degraded_count += degraded
         return RecordStates(states, degraded)
 

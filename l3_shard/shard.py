@@ -191,10 +191,11 @@ class Shard:
         self._limits = limits or ShardLimits()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
-        self._lines = Lines(self._limits.changes_max, tickets)
+        self._lines = Lines(self._limits.changes_max, tickets, self._limits.recent_bytes_max)
         self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
         self._scans: dict[Ticket, _Scan] = {}
+        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int]] = {}  # of this ring
         self._stopped = False
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
@@ -265,7 +266,8 @@ class Shard:
     def _get(self, origin: Origin, message: RecordGet) -> None:
         self._check_epoch(message.epoch)
         self._get_count += 1
-        queries = [self._query(origin.tenant, key) for key in _checked_keys(message.keys)]
+        tenant = origin.tenant
+        queries = [self._query(tenant, key) for key in _checked_keys(message.keys)]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -283,13 +285,20 @@ class Shard:
     def _query(self, tenant: bytes, key: bytes) -> Query:
         """Callers go past a record's first owner only when it did not answer.  It may be the one that has the
         newest write, so whoever stands in for it reads from enough replicas to meet every write quorum."""
-        replicas, ring = self._replicas(key), self.ring.to_map()
-        copies = len(replicas)
+        replicas = self.ring.replicas(key)
+        plan = self._plans.get(replicas)
+        if plan is None:
+            plan = self._plans[replicas] = self._plan(self._replicas(key))
+        return Query(tenant + key, *plan)
+
+    def _plan(self, replicas: tuple[str, ...]) -> tuple[tuple[str, ...], int, int]:
+        """The rest of a query: there are few lists of replicas and many keys."""
+        ring, copies = self.ring.to_map(), len(replicas)
         wide = copies - min(ring.write_quorum, copies) + 1
         need = min(ring.read_quorum, copies)
         if replicas[0] != self.node:
             need = max(need, wide)
-        return Query(tenant + key, self._beside(replicas), need, wide)
+        return self._beside(replicas), need, wide
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
         if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
@@ -470,6 +479,8 @@ class Shard:
             self.ring = Ring.from_map(ring_map)
         except RingError:
             self._stale_map_count += 1
+        else:
+            self._plans.clear()
 
     # -- scans
 

@@ -59,6 +59,7 @@ class Bench:
 
     def __init__(self, names: str = "abc", limits: ShardLimits | None = None, **quorums: int) -> None:
         self.map = ring_map(names, **quorums)
+        limits = limits or ShardLimits(recent_bytes_max=0)
         self.shard = Shard(
             ME, f"{DRAWN}.1", self.map, node_tenant=NODE_TENANT, origin_ms=1_000_000, limits=limits
         )
@@ -337,7 +338,7 @@ def test_too_many_requests_are_refused():
 
 
 def test_too_many_bytes_are_refused_and_come_free_again():
-    bench = Bench(write=1, limits=ShardLimits(held_bytes_max=1_000))
+    bench = Bench(write=1, limits=ShardLimits(held_bytes_max=1_000, recent_bytes_max=0))
     asks = durable(bench, put(bytes(200)))
     failure = bench.answer(put(bytes(400)), request=2)
     assert isinstance(failure, Failure) and "busy" in failure.text
