@@ -41,7 +41,7 @@ from itertools import count
 from kvcomm.clock import ClockDrift, HybridClock, Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, StaleEpoch, TooLarge, Unavailable
 from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
-from kvcomm.version import VersionError, VersionVector
+from kvcomm.version import Dot, VersionError, VersionVector
 from kvcomm.wire.messages import (
     KEYS_MAX,
     VALUE_BYTES_MAX,
@@ -305,11 +305,12 @@ class Shard:
             raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(write.value)}")
         try:
             context = VersionVector.from_wire(write.context)
+            own = None if write.own is None else Dot(*write.own)
         except VersionError as error:
             raise Refused(f"the context is not one that a get or put returned: {error}") from error
         others = self._others(write.key)
         need = min(self.ring.to_map().write_quorum, 1 + len(others))
-        return Draft(tenant + write.key, write.value, context, others, need)
+        return Draft(tenant + write.key, write.value, context, own, others, need)
 
     def _others(self, key: bytes) -> tuple[str, ...]:
         """The other replicas of a caller's ``key``; raises as :meth:`_replicas`."""
@@ -424,10 +425,10 @@ class Shard:
 
     # -- what changes give and take
 
-    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
+    def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
         """Give a write its dot and stamp."""
         try:
-            return dvv.put(state, self.replica, self._stamp(state), value, context)
+            return dvv.put(state, self.replica, self._stamp(state), draft.value, draft.context, draft.own)
         except KVCommError:
             self._conflict_count += 1
             raise
