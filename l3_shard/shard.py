@@ -508,6 +508,8 @@ class Shard:
     def _scan(self, origin: Origin, message: RecordScan) -> None:
         if len(message.prefix) > RECORD_KEY_BYTES_MAX or len(message.after) > RECORD_KEY_BYTES_MAX:
             raise TooLarge(f"record names have at most {RECORD_KEY_BYTES_MAX} bytes")
+        if message.epoch:
+            self._check_epoch(message.epoch)
         if message.limit < 1:
             raise Refused(f"a scan's limit starts at 1, got {message.limit}")
         request = self._desk.open(origin, 1)

@@ -756,6 +756,14 @@ def test_a_scan_goes_on_where_it_stopped_and_names_only_what_is_owned():
     assert replies == [Reply(origin(), RecordKeys(names))]
 
 
+def test_a_scan_of_an_older_ring_is_answered_with_the_new_one():
+    bench = Bench()
+    bench.on(RingChanged(ring_map("abc", epoch=2)))
+    failure = bench.answer(RecordScan(b"", b"", 9, epoch=1))
+    assert isinstance(failure, Failure) and failure.code == "stale_epoch"
+    assert [type(effect) for effect in bench.ask(RecordScan(b"", b"", 9, epoch=2), request=2)] == [Scan]
+
+
 def test_a_scan_that_cannot_read_or_takes_too_long_is_unavailable():
     bench = Bench()
     (scan,) = bench.ask(RecordScan(b"", b"", 5))
