@@ -251,9 +251,8 @@ class RecordStore:
                 if len(keys) == limit:
                     return keys, last
                 last = key
-                if (
-                    bytes(cursor.value()[1:2]) != b"\x00"
-                ):  # a damaged one is named too: reading it will repair it
+                # A damaged one is named too: reading it will repair it.
+                if bytes(cursor.value()[1:2]) != b"\x00":
                     keys.append(key)
                 found = cursor.next()
         return keys, last
