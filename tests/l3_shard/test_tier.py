@@ -21,6 +21,8 @@ from kvcomm.wire.messages import (
     BlockPresence,
     BlockPut,
     BlockStored,
+    BlockSuspect,
+    Done,
     Failure,
     Message,
     RecordGet,
@@ -137,6 +139,11 @@ class Shards:
                     held[want.key], payload = payload[: want.copy_bytes], payload[want.copy_bytes :]
                     verify_copy(held[want.key], BlockKey(want.key))
                 return BlockStored(statuses), []
+            case BlockSuspect(keys=keys):
+                for key in keys:
+                    if held.get(key) != BYTES[BlockKey(key)]:
+                        held.pop(key, None)
+                return Done(), []
             case RecordGet(keys=keys):
                 return RecordStates([self.records.get(key) for key in keys]), []
             case RecordPut(writes=writes):
@@ -223,11 +230,39 @@ def test_a_damaged_copy_is_counted_and_the_next_owner_asked():
     assert tier.counts.damaged_count == 1
 
 
-def test_a_damaged_only_copy_is_a_miss():
+def test_a_damaged_only_copy_is_a_miss_that_can_be_published_again():
     shards = Shards(ring_map("a"))
     shards.fill()
     shards.blocks["a"][KEYS[3]] = BYTES[KEYS[4]]
-    assert 3 not in shards.fetch(shards.tier())
+    tier = shards.tier()
+    assert shards.run(tier.lookup([KEYS[3]])) == [True]
+    assert sorted(shards.fetch(tier)) == [index for index in range(COUNT) if index != 3]
+    assert shards.run(tier.lookup([KEYS[3]])) == [False]
+    assert shards.run(tier.put([COPIES[3]])) == ["stored"]
+    assert len(shards.fetch(tier)) == COUNT
+
+
+def test_the_shard_that_sent_damage_is_told_before_the_rest_is_awaited():
+    """Whoever reads only as far as the gap ends the operation there."""
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    for index in (3, 5, 40):
+        shards.blocks["a"][KEYS[index]] = BYTES[KEYS[9]]
+    assert len(shards.fetch(shards.tier())) == COUNT - 3
+    messages = [message for _, message in shards.asked]
+    told = [message for message in messages if isinstance(message, BlockSuspect)]
+    assert told == [BlockSuspect([KEYS[3], KEYS[5]]), BlockSuspect([KEYS[40]])]
+    assert isinstance(messages[-1], BlockGet), "the reports went out in between"
+
+
+@pytest.mark.parametrize("code", ["refused", "unavailable"])
+def test_a_shard_that_does_not_want_to_hear_of_damage_is_left_alone(code):
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    shards.blocks["a"][KEYS[3]] = BYTES[KEYS[4]]
+    shards.special = lambda node, asked: Failure(code, "no") if isinstance(asked, BlockSuspect) else None
+    assert len(shards.fetch(shards.tier())) == COUNT - 1
+    assert len(shards.fetch(shards.tier())) == COUNT - 1
 
 
 def test_a_lost_copy_is_served_by_the_next_owner():
@@ -461,6 +496,38 @@ def test_a_scan_pages_and_misses_one_shard_gladly(monkeypatch):
     shards.down["b"] = "refused"
     with pytest.raises(Refused):
         shards.run(tier.record_scan(b"name/"))
+
+
+def test_a_scan_under_an_old_map_asks_the_shards_of_the_new_one():
+    """Those of the old one may own nothing of it any more, and would say so without a word of warning."""
+    shards = Shards(ring_map("abcdef", epoch=2))
+    old = ring_map("abc")
+    asked: list[tuple[str, int]] = []
+
+    def answer(node: str, message: Message) -> Message | None:
+        assert isinstance(message, RecordScan)
+        asked.append((node, message.epoch))
+        if message.epoch < 2:
+            return Failure("stale_epoch", "", encode_map(shards.ring))
+        return RecordKeys([b"name/" + node.encode()])
+
+    shards.special = answer
+    assert shards.run(shards.tier(old).record_scan(b"name/")) == [b"name/%c" % name for name in b"abcdef"]
+    assert asked[-6:] == [(node, 2) for node in "abcdef"]
+
+
+def test_one_degraded_answer_does_not_taint_the_others():
+    shards = Shards(ring_map())
+    first = {name: Ring.from_map(shards.ring).replicas(name)[0] for name in NAMES}
+
+    def answer(node: str, message: Message) -> Message | None:
+        assert isinstance(message, RecordGet)
+        return RecordStates([None] * len(message.keys), degraded=node == "a")
+
+    shards.special = answer
+    answers = shards.run(shards.tier().record_get(NAMES))
+    assert [each.degraded for each in answers] == [first[name] == "a" for name in NAMES]
+    assert {each.degraded for each in answers} == {True, False}
 
 
 def test_calls_go_where_dial_says():
