@@ -9,7 +9,7 @@ replies by connection, peers.  :class:`ClientProcess` runs the steps of ``kvcomm
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,7 +41,8 @@ from kvcomm.rpc.session import Identity
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.tally import Tally
-from kvcomm.wire.messages import Failure, Message, RingMap, RingNode
+from kvcomm.tier import RecordAnswer, Records
+from kvcomm.wire.messages import Failure, Message, RecordVersion, RecordWrite, RingMap, RingNode
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
@@ -425,6 +426,24 @@ class ShardProcess:
             self._committing = False
 
 
+class Witness:
+    """``Records`` that remember what the last put answered: the plane keeps the dots to itself."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self.versions: list[RecordVersion] = []
+
+    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys)
+
+    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+        self.versions = yield from self._records.record_put(writes)
+        return self.versions
+
+    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
+        return self._records.record_scan(prefix)
+
+
 class ClientProcess:
     """One client; its operations are a workload's."""
 
@@ -433,8 +452,8 @@ class ClientProcess:
         self.draw = cluster.world.draw.fork(host.name)
         identity = Identity(cluster.credentials.token(CLIENT_TENANT), Incarnation(1_000 + index))
         self.peers = Peers(cluster.network, host, identity)
-        self.tier = cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock)
-        self.plane = StatePlane(self.tier, Tally(Metrics("client"), host.clock))
+        self.records = Witness(cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock))
+        self.plane = StatePlane(self.records, Tally(Metrics("client"), host.clock))
 
     def killed(self) -> None:
         self.cluster.network.host_ended(self.host)

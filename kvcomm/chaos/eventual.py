@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcomm.chaos.history import History, Operation, Write
 from kvcomm.chaos.plan import Plan
@@ -54,16 +55,30 @@ class Ending:
     """No disk, record or owner was lost or moved: quorums meet."""
 
 
+class Known(NamedTuple):
+    """Which attempts a client has seen, or knows to be replaced by what it has seen."""
+
+    may: frozenset[int] = frozenset()
+    """A put may replace these ..."""
+    must: frozenset[int] = frozenset()
+    """... and must replace these.  The difference: a client's own write that its context cannot cover is named by
+    its dot, and where the next coordinator has not heard of it, it stays."""
+
+
 @dataclass(eq=False, slots=True)
 class _Attempt:
     """One write of one record."""
 
     operation: Operation
     write: Write
-    seen: frozenset[int]
-    """Attempts that its writer had seen, or that these had replaced."""
+    seen: Known
     dot: Dot | None = None
     """Where it was acknowledged."""
+
+    def describe(self) -> str:
+        invoked = self.operation.invoked
+        what = f"{self.write.key} = {self.write.value!r}"
+        return f"{what} ({self.operation.outcome}, {self.dot}) of {invoked.client} at {invoked.at}"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,13 +86,16 @@ class _Record:
     attempts: list[_Attempt] = field(default_factory=list)
     by_value: dict[str, int] = field(default_factory=dict)
 
-    def closure(self, values: list[str]) -> frozenset[int]:
-        found: set[int] = set()
+    def known(self, values: list[str]) -> Known:
+        """By somebody who was shown ``values``."""
+        may: set[int] = set()
+        must: set[int] = set()
         for value in values:
             number = self.by_value.get(value)
             if number is not None:
-                found |= {number} | self.attempts[number].seen
-        return frozenset(found)
+                may |= {number} | self.attempts[number].seen.may
+                must |= {number} | self.attempts[number].seen.must
+        return Known(frozenset(may), frozenset(must))
 
 
 def check_eventual(plan: Plan, history: History, ending: Ending) -> list[Violation]:
@@ -111,7 +129,7 @@ class _Judge:
             events.append((operation.invoked.at, 1, number, operation))
             if operation.returned is not None:
                 events.append((operation.returned.at, 0, number, operation))
-        known: dict[tuple[str, str], frozenset[int]] = {}
+        known: dict[tuple[str, str], Known] = {}
         mine: dict[tuple[int, int], tuple[_Record, int]] = {}
         for _, invokes, number, operation in sorted(events, key=lambda event: event[:3]):
             if invokes:
@@ -122,14 +140,12 @@ class _Judge:
     def _invoke(
         self,
         operation: Operation,
-        known: dict[tuple[str, str], frozenset[int]],
+        known: dict[tuple[str, str], Known],
         mine: dict[tuple[int, int], tuple[_Record, int]],
     ) -> None:
         for index, write in enumerate(operation.invoked.writes):
             record = self._records.setdefault(write.key, _Record())
-            seen = (
-                frozenset() if write.blind else known.get((operation.invoked.client, write.key), frozenset())
-            )
+            seen = Known() if write.blind else known.get((operation.invoked.client, write.key), Known())
             number = len(record.attempts)
             record.attempts.append(_Attempt(operation, write, seen))
             if write.value is not None:
@@ -140,7 +156,7 @@ class _Judge:
         self,
         number: int,
         operation: Operation,
-        known: dict[tuple[str, str], frozenset[int]],
+        known: dict[tuple[str, str], Known],
         mine: dict[tuple[int, int], tuple[_Record, int]],
     ) -> None:
         assert operation.returned is not None
@@ -150,14 +166,16 @@ class _Judge:
             for value in seen.values:
                 if value not in record.by_value:
                     self._made_up.append(Violation("made up", f"{client} read {value!r} of {key}, never written"))
-            known[client, key] = record.closure(seen.values)
+            known[client, key] = record.known(seen.values)
         for index, stored in enumerate(operation.returned.stored):
             record, attempt_number = mine[number, index]
             attempt = record.attempts[attempt_number]
             attempt.dot = (stored.replica, stored.counter)
-            covers_itself = stored.context.get(stored.replica, 0) >= stored.counter
-            known[client, attempt.write.key] = (
-                attempt.seen | {attempt_number} if covers_itself else attempt.seen
+            covered = stored.context.get(stored.replica, 0) >= stored.counter
+            itself = frozenset({attempt_number})
+            known[client, attempt.write.key] = Known(
+                attempt.seen.may | itself if covered or stored.own else attempt.seen.may,
+                attempt.seen.must | itself if covered else attempt.seen.must,
             )
 
     # -- promises
@@ -175,42 +193,29 @@ class _Judge:
         replicas = self._ending.records.get(key, {})
         seen, living = _join(replicas)
         values = {value for value in living.values() if value is not None}
-        replaced_by: dict[int, list[_Attempt]] = {}
+        replaceable: set[int] = set()
+        replaced_by: dict[int, _Attempt] = {}
         for attempt in record.attempts:
             if attempt.operation.outcome != "refused":
-                for number in attempt.seen:
-                    replaced_by.setdefault(number, []).append(attempt)
+                replaceable |= attempt.seen.may
+            if attempt.operation.outcome == "ok":
+                replaced_by.update(dict.fromkeys(sorted(attempt.seen.must), attempt))
         for value in sorted(values - record.by_value.keys()):
             yield Violation("made up", f"{key} holds {value!r}, which nobody wrote")
         for number, attempt in enumerate(record.attempts):
-            replacers = replaced_by.get(number, [])
-            yield from self._judge_attempt(key, attempt, seen, living, values, replacers)
+            value, outcome, dot = attempt.write.value, attempt.operation.outcome, attempt.dot
+            there, what = value is not None and value in values, attempt.describe()
+            if outcome == "refused" and there:
+                yield Violation("refused", f"{what} was refused and is there")
+            if dot is not None and seen.get(dot[0], 0) < dot[1]:
+                yield Violation("lost", f"{what}: no replica has seen it")
+            if value is not None and outcome == "ok" and not there and number not in replaceable:
+                yield Violation("lost", f"{what} is gone, and nobody who had seen it wrote")
+            if there and number in replaced_by:
+                yield Violation("came back", f"{what} is there: {replaced_by[number].describe()} replaced it")
+            if there and dot is not None and dot not in living:
+                yield Violation("dots", f"{what} is there under another dot")
         yield from _sizes(key, replicas)
-
-    @staticmethod
-    def _judge_attempt(
-        key: str,
-        attempt: _Attempt,
-        seen: Mapping[str, int],
-        living: Mapping[Dot, str | None],
-        values: set[str],
-        replacers: list[_Attempt],
-    ) -> Iterator[Violation]:
-        value, outcome, dot = attempt.write.value, attempt.operation.outcome, attempt.dot
-        what = f"{key}: {value!r} ({outcome}, {dot}) of {attempt.operation.invoked.client}"
-        if outcome == "refused" and value in values:
-            yield Violation("refused", f"{what} was refused and is there")
-        if outcome == "ok" and dot is not None and seen.get(dot[0], 0) < dot[1]:
-            yield Violation("lost", f"{what}: no replica has seen it")
-        if value is None:
-            return
-        if outcome == "ok" and value not in values and not replacers:
-            yield Violation("lost", f"{what} is gone, and nobody who had seen it wrote")
-        if value in values and any(each.operation.outcome == "ok" for each in replacers):
-            replacer = next(each for each in replacers if each.operation.outcome == "ok")
-            yield Violation("came back", f"{what} is there, though {replacer.write.value!r} replaced it")
-        if outcome == "ok" and value in values and dot not in living:
-            yield Violation("dots", f"{what} is there under another dot")
 
     def _quorums(self) -> Iterator[Violation]:
         """Every acknowledged dot is covered by the contexts of the reads that began later."""

@@ -35,6 +35,8 @@ class Stored(msgspec.Struct, frozen=True):
     counter: int
     context: Dots
     acks: int
+    own: bool = False
+    """Whether the next put names this write by its dot, beside the context."""
 
 
 class Seen(msgspec.Struct, frozen=True):

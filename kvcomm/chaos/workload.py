@@ -93,8 +93,7 @@ class EventualWorkload:
     @staticmethod
     def _put(client: ClientProcess, number: int, at: float, kind: str, writes: list[Write]) -> Act:
         def returned(at: float, result: object) -> Returned:
-            assert isinstance(result, list)
-            stored = [_stored(version) for version in result]
+            stored = [_stored(version) for version in client.records.versions]
             return Returned(at, client.host.name, number, "ok", stored=stored)
 
         batch: list[tuple[bytes, bytes | None, Dots | None]] = [
@@ -151,8 +150,8 @@ class Work:
 
 
 def _seen(value: StateValue) -> Seen:
-    return Seen([each.decode() for each in value.values], value.context, value.degraded)
+    return Seen([each.decode() for each in value.values], dict(value.context), value.degraded)
 
 
 def _stored(version: RecordVersion) -> Stored:
-    return Stored(version.replica, version.counter, version.context, version.acks)
+    return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)

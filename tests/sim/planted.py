@@ -127,8 +127,8 @@ class _StaleEpochAccepted(Shard):
 class _SiblingsTruncated(Shard):
     """Keeps a handful, as if nobody could want more."""
 
-    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
-        written = super()._accept(state, value, context)
+    def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
+        written = super()._accept(state, draft)
         return replace(written, state=RecordState(written.state.context, written.state.siblings[-3:]))
 
 
@@ -173,9 +173,9 @@ class _MergeKeepsReplaced(Shard):
 class _RepairWithWrongContext(Shard):
     """Believes that it has seen one write more than it was told of, of every replica."""
 
-    def _repair(self, key: bytes, state: RecordState) -> None:
+    def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         context = {replica: counter + 1 for replica, counter in state.context.items()}
-        super()._repair(key, RecordState(context, state.siblings))
+        super()._repair(key, RecordState(context, state.siblings), mends)
 
 
 class _UnknownCalledRefused(Shard):
@@ -206,7 +206,7 @@ class _OneReadIsEnough(Shard):
     """Whoever is asked answers for all."""
 
     def _query(self, tenant: bytes, key: bytes):
-        return replace(super()._query(tenant, key), need=1)
+        return super()._query(tenant, key)._replace(need=1, wide=1)
 
 
 class _DamageForgotten(Shard):
@@ -219,23 +219,23 @@ class _DamageForgotten(Shard):
 class _ContextCoversUnseen(Shard):
     """Gives the writer the context of the whole record, though it has not seen all of it."""
 
-    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
-        written = super()._accept(state, value, context)
+    def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
+        written = super()._accept(state, draft)
         return replace(written, context=written.state.context)
 
 
 class _DuplicateDot(Shard):
     """Counts only the writes that are still there."""
 
-    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
-        held = {one.replica: one.counter for one in state.siblings}
-        others = {replica: counter for replica, counter in state.context.items() if replica != self.replica}
-        mine = {self.replica: held[self.replica]} if self.replica in held else {}
-        forgetful = RecordState({**others, **mine}, state.siblings)
-        seen = dict(context.entries)
-        seen.pop(self.replica, None)
-        allowed = VersionVector.from_wire(seen | ({self.replica: min(context.counter(self.replica), *mine.values())} if mine and context.counter(self.replica) else {}))
-        return dvv.put(forgetful, self.replica, self._stamp(state), value, allowed)
+    def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
+        held = [one.counter for one in state.siblings if one.replica == self.replica]
+        mine = {self.replica: max(held)} if held else {}
+        seen = min(draft.context.counter(self.replica), max(held, default=0))
+        forgetful = RecordState({**state.context, **mine}, state.siblings)
+        if not held:
+            forgetful = RecordState({r: c for r, c in state.context.items() if r != self.replica}, state.siblings)
+        asked = {r: c for r, c in draft.context.entries if r != self.replica} | ({self.replica: seen} if seen else {})
+        return dvv.put(forgetful, self.replica, self._stamp(state), draft.value, VersionVector.from_wire(asked))
 
 
 # -- disks
