@@ -57,7 +57,9 @@ ANSWER_SLACK_S = 0.05
 """Over a shard's own time-out, for an answer that is due."""
 
 
-def shipped_shard(node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan) -> Shard:
+def shipped_shard(
+    node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan
+) -> Shard:
     from l3_shard.desk import ShardLimits
     from l3_shard.shard import Shard
 
@@ -93,7 +95,9 @@ def shipped_process(cluster: Cluster, host: Host) -> ShardProcess:
     return ShardProcess(cluster, host)
 
 
-def run_once(cluster: Cluster, client: ClientProcess, steps: Callable[[], Steps[object]], done: Done[object]) -> None:
+def run_once(
+    cluster: Cluster, client: ClientProcess, steps: Callable[[], Steps[object]], done: Done[object]
+) -> None:
     """How a client runs an operation: once."""
     run_steps(steps(), client.peers, client.host.clock() + cluster.plan.operation_timeout_s, done)
 
@@ -124,7 +128,8 @@ class Cluster:
         self.map = self.make_map(1, self.names)
         self._replica_count = 0
         self.disks = {
-            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self._new_replica) for name in self.names
+            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self._new_replica)
+            for name in self.names
         }
         self.watch = Watch(self.disks, plan.write_need, lambda: self.world.now)
         self.broken: set[str] = set()

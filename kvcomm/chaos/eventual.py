@@ -165,7 +165,9 @@ class _Judge:
             record = self._records.setdefault(key, _Record())
             for value in seen.values:
                 if value not in record.by_value:
-                    self._made_up.append(Violation("made up", f"{client} read {value!r} of {key}, never written"))
+                    self._made_up.append(
+                        Violation("made up", f"{client} read {value!r} of {key}, never written")
+                    )
             known[client, key] = record.known(seen.values)
         for index, stored in enumerate(operation.returned.stored):
             record, attempt_number = mine[number, index]
@@ -184,10 +186,14 @@ class _Judge:
         for operation in self._operations:
             invoked, returned = operation.invoked, operation.returned
             if returned is None:
-                yield Violation("deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at} never returned")
+                yield Violation(
+                    "deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at} never returned"
+                )
             elif returned.at - invoked.at > self._plan.operation_timeout_s + DEADLINE_SLACK_S:
                 took_s = returned.at - invoked.at
-                yield Violation("deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at}: {took_s:.3f} s")
+                yield Violation(
+                    "deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at}: {took_s:.3f} s"
+                )
 
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})
@@ -260,6 +266,8 @@ def _sizes(key: str, replicas: Mapping[str, Replica]) -> Iterator[Violation]:
         values = [value for value in replica.held.values() if value is not None]
         incarnations = len(replica.seen)
         if len(values) > 16 * max(1, incarnations):
-            yield Violation("siblings", f"{node} holds {len(values)} values of {key} of {incarnations} replicas")
+            yield Violation(
+                "siblings", f"{node} holds {len(values)} values of {key} of {incarnations} replicas"
+            )
         if any(replica.seen.get(name, 0) < counter for name, counter in replica.held):
             yield Violation("dots", f"{node} holds a write of {key} that it has not seen")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvcomm.chaos.history import History, Operation
 from kvcomm.chaos.network import halves
-from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
 from kvcomm.errors import Conflict
 
@@ -49,7 +48,7 @@ class Core:
         cluster.note(f"the core is {core}, {broken} are broken for good")
 
 
-def check_liveness(plan: Plan, history: History, healthy_from_s: float) -> list[Violation]:
+def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
     """Windows of a client in which it tried to write (or read) and never could."""
     tried: dict[tuple[str, bool, int], int] = {}
     done: dict[tuple[str, bool, int], int] = {}

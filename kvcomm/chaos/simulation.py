@@ -12,7 +12,7 @@ from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
-from kvcomm.chaos.workload import EventualWorkload, Work
+from kvcomm.chaos.workload import EventualWorkload, Work, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,50 +35,60 @@ class Result:
         return self.plan.active_s + self.plan.quiet_s
 
 
-def simulate(plan: Plan, parts: Parts | None = None, script: Callable[[Nemesis], None] | None = None) -> Result:
+def simulate(
+    plan: Plan,
+    parts: Parts | None = None,
+    *,
+    workload: Callable[[Plan], Workload] = EventualWorkload,
+    script: Callable[[Nemesis], None] | None = None,
+) -> Result:
     """Run ``plan``; a broken invariant of a machine is a violation like any other.
 
     Args:
+        parts: what the cluster is made of, in place of what is shipped.
+        workload: what the clients do, and who judges it.
         script: puts faults on the agenda in place of the drawn ones.
     """
     cluster = Cluster(plan, parts)
     cluster.history.add(Began(plan.describe()))
     try:
-        violations = _play(cluster, script)
+        violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
-    return Result(
-        plan, cluster.history, violations, cluster.world.event_count, cluster.network.frame_count
-    )
+    return Result(plan, cluster.history, violations, cluster.world.event_count, cluster.network.frame_count)
 
 
-def _play(cluster: Cluster, script: Callable[[Nemesis], None] | None) -> list[Violation]:
-    plan, world = cluster.plan, cluster.world
-    nemesis = Nemesis(cluster)
-    workload = EventualWorkload(plan)
-    work = Work(cluster, workload)
+def _play(cluster: Cluster, workload: Workload, script: Callable[[Nemesis], None] | None) -> list[Violation]:
+    nemesis, work = Nemesis(cluster), Work(cluster, workload)
     work.begin()
     if script is None:
         nemesis.begin()
     else:
         script(nemesis)
-    if plan.mode == "liveness":
-        core = Core(cluster, nemesis)
-        world.after(plan.active_s / 2, core.settle)
-        world.run(plan.active_s + plan.quiet_s)
-        return cluster.violations + check_liveness(plan, cluster.history, core.healthy_from_s)
+    if cluster.plan.mode == "liveness":
+        return _play_liveness(cluster, nemesis)
+    return _play_safety(cluster, nemesis, work)
+
+
+def _play_liveness(cluster: Cluster, nemesis: Nemesis) -> list[Violation]:
+    plan, core = cluster.plan, Core(cluster, nemesis)
+    cluster.world.after(plan.active_s / 2, core.settle)
+    cluster.world.run(plan.active_s + plan.quiet_s)
+    return cluster.violations + check_liveness(cluster.history, core.healthy_from_s)
+
+
+def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
+    plan, world = cluster.plan, cluster.world
     world.run(plan.active_s)
     nemesis.heal()
     world.run(plan.active_s + plan.quiet_s)
-    for client in cluster.clients:
-        act = workload.read_everything(client, round(world.now, 6))
-        work.run(client, act, lambda done: None)
+    work.finish()
     world.run(world.now + plan.operation_timeout_s + 1.0)
     for name in cluster.names:
         shard = cluster.shard(name)
         if shard is not None:
             shard.check_answers()
-    return cluster.violations + workload.check(plan, cluster.history, ending(cluster, nemesis))
+    return cluster.violations + work.workload.check(cluster.history, ending(cluster, nemesis))
 
 
 def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:

@@ -10,7 +10,19 @@ from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
 from kvcomm.chaos.plan import FAULTS, Mode, Plan
 
-LASTING = ("halves", "bridge", "ring", "isolate", "one_way", "alone", "client_cut", "pause", "kill", "kill_all", "disk_stall")
+LASTING = (
+    "halves",
+    "bridge",
+    "ring",
+    "isolate",
+    "one_way",
+    "alone",
+    "client_cut",
+    "pause",
+    "kill",
+    "kill_all",
+    "disk_stall",
+)
 """Faults that alone can hold up a whole run: one of them at least in most worlds."""
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""

@@ -51,10 +51,7 @@ class Watch:
         if isinstance(answer, Failure):
             return
         asked = getattr(request, "epoch", epoch)
-        if (
-            isinstance(request, RecordGet | RecordPut | RecordReplicate | RecordFetch)
-            and 0 <= asked < epoch
-        ):
+        if isinstance(request, RecordGet | RecordPut | RecordReplicate | RecordFetch) and 0 <= asked < epoch:
             self._report(
                 "epochs", f"{node} at epoch {epoch} served {type(request).__name__} of epoch {asked}"
             )
@@ -76,7 +73,9 @@ class Watch:
                 dot = (sibling.replica, sibling.counter)
                 first = self._dots.setdefault((key, sibling.value), dot)
                 if first != dot:
-                    self._report("once", f"{key!r}: {sibling.value!r} was written twice, as {first} and {dot}")
+                    self._report(
+                        "once", f"{key!r}: {sibling.value!r} was written twice, as {first} and {dot}"
+                    )
 
     def unanswered(self, node: str, message: Message, age_s: float) -> None:
         self._report("answers", f"{node} has not answered {type(message).__name__} for {age_s:.1f} s")

@@ -44,7 +44,11 @@ class Workload(Protocol):
         """Draw the next operation of ``client``."""
         ...
 
-    def check(self, plan: Plan, history: History, ending: Ending) -> list[Violation]:
+    def last(self, client: ClientProcess, at: float) -> Act:
+        """The last operation of ``client``, when everything is healed and quiet: what is to be seen then."""
+        ...
+
+    def check(self, history: History, ending: Ending) -> list[Violation]:
         """Which promises the history breaks."""
         ...
 
@@ -62,7 +66,9 @@ class EventualWorkload:
         kind = client.draw.weighted(self._plan.mix)
         number = next(self._operations)
         if kind == "get":
-            return self._get(client, number, at, client.draw.some(self._keys, client.draw.between(1, BATCH_MAX)))
+            return self._get(
+                client, number, at, client.draw.some(self._keys, client.draw.between(1, BATCH_MAX))
+            )
         keys = client.draw.some(self._keys, BATCH_MAX if kind == "batch" else 1)
         writes = [
             Write(key, None if kind == "delete" else f"v{next(self._values)}", blind=kind == "blind")
@@ -70,12 +76,11 @@ class EventualWorkload:
         ]
         return self._put(client, number, at, kind, writes)
 
-    def read_everything(self, client: ClientProcess, at: float) -> Act:
-        """The last operations of a run: what is to be seen when everything is healed."""
+    def last(self, client: ClientProcess, at: float) -> Act:
         return self._get(client, next(self._operations), at, self._keys)
 
-    def check(self, plan: Plan, history: History, ending: Ending) -> list[Violation]:
-        return check_eventual(plan, history, ending)
+    def check(self, history: History, ending: Ending) -> list[Violation]:
+        return check_eventual(self._plan, history, ending)
 
     @staticmethod
     def _get(client: ClientProcess, number: int, at: float, keys: Sequence[str]) -> Act:
@@ -115,11 +120,17 @@ class Work:
     """Keeps the clients of a cluster at work."""
 
     def __init__(self, cluster: Cluster, workload: Workload) -> None:
-        self._cluster, self._workload = cluster, workload
+        self._cluster, self.workload = cluster, workload
 
     def begin(self) -> None:
         for client in self._cluster.clients:
             self._rest(client)
+
+    def finish(self) -> None:
+        """Let every client do its last operation."""
+        at = round(self._cluster.world.now, 6)
+        for client in self._cluster.clients:
+            self.run(client, self.workload.last(client, at), lambda done: None)
 
     def run(self, client: ClientProcess, act: Act, then: Callable[[bool], None]) -> None:
         """Run one operation and write down what came of it; ``then`` hears whether it was done."""
@@ -145,7 +156,7 @@ class Work:
     def _next(self, client: ClientProcess) -> None:
         at = self._cluster.world.now
         if at < self._cluster.plan.active_s:
-            act = self._workload.act(client, round(at, 6))
+            act = self.workload.act(client, round(at, 6))
             self.run(client, act, lambda done: self._rest(client, 0.0 if done else REFUSED_REST_S))
 
 

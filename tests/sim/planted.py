@@ -110,7 +110,10 @@ class _ReplicaAnswersBeforeDurable(Shard):
         self._told.add((origin.connection, origin.request))
 
     def _answers_early(self, effect: Effect) -> bool:
-        return isinstance(effect, ReplyEffect) and (effect.origin.connection, effect.origin.request) in self._told
+        return (
+            isinstance(effect, ReplyEffect)
+            and (effect.origin.connection, effect.origin.request) in self._told
+        )
 
     def __init__(self, *arguments, **words) -> None:
         super().__init__(*arguments, **words)
@@ -233,9 +236,15 @@ class _DuplicateDot(Shard):
         seen = min(draft.context.counter(self.replica), max(held, default=0))
         forgetful = RecordState({**state.context, **mine}, state.siblings)
         if not held:
-            forgetful = RecordState({r: c for r, c in state.context.items() if r != self.replica}, state.siblings)
-        asked = {r: c for r, c in draft.context.entries if r != self.replica} | ({self.replica: seen} if seen else {})
-        return dvv.put(forgetful, self.replica, self._stamp(state), draft.value, VersionVector.from_wire(asked))
+            forgetful = RecordState(
+                {r: c for r, c in state.context.items() if r != self.replica}, state.siblings
+            )
+        asked = {r: c for r, c in draft.context.entries if r != self.replica} | (
+            {self.replica: seen} if seen else {}
+        )
+        return dvv.put(
+            forgetful, self.replica, self._stamp(state), draft.value, VersionVector.from_wire(asked)
+        )
 
 
 # -- disks
@@ -356,9 +365,13 @@ PLANTED = {
     ),
     "counter of living writes only": Planted("gives a dot twice", ("dots",), _shards(_DuplicateDot)),
     "id kept after disk loss": Planted("gives dots again", ("dots",), _disks(_KeepsIdAfterLoss)),
-    "group commit lies": Planted("acknowledges others' failed write", ("durability",), _disks(_GroupCommitLies)),
+    "group commit lies": Planted(
+        "acknowledges others' failed write", ("durability",), _disks(_GroupCommitLies)
+    ),
     "failed sync ignored": Planted("goes on after EIO", ("durability",), _disks(_FailedSyncIgnored)),
-    "tombstones dropped": Planted("deletes without a trace", ("came back", "dots", "durability"), _disks(_TombstonesDropped)),
+    "tombstones dropped": Planted(
+        "deletes without a trace", ("came back", "dots", "durability"), _disks(_TombstonesDropped)
+    ),
     "torn commit": Planted("half a transaction", ("durability",), _disks(_TornCommit)),
     "damaged record served": Planted(
         "no checksum", ("made up", "dots", "lost", "invariant"), Parts(disk=_unverified)
