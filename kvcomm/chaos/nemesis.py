@@ -1,13 +1,14 @@
 """``Nemesis``: breaks a cluster, one drawn fault after the other, and mends what it broke.
 
-Faults overlap: each ends by itself after a drawn time, while others begin.  What can cost acknowledged data by
-contract (a disk, a record, a power cut without fsync) is limited by the plan's ``losses``.
+Faults overlap: each ends by itself after a drawn time, while others begin.  What can cost acknowledged data
+by contract (a disk, a record, a power cut without fsync) is limited by the plan's ``losses``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
@@ -158,10 +159,10 @@ class Nemesis:
         at = 0.0
         for name in names:
             at += self.draw.uniform(0.0, 0.5)
-            self.cluster.world.after(at, self._unless_over(lambda name=name: self._cut(cuts[name])))
+            self.cluster.world.after(at, self._unless_over(partial(self._cut, cuts[name])))
         for name in self.draw.some(names, len(names)):
             at += self.draw.uniform(0.0, 0.5)
-            self.cluster.world.after(at, lambda name=name: self._mend(cuts[name]))
+            self.cluster.world.after(at, partial(self._mend, cuts[name]))
         return f"{names}"
 
     def _unless_over(self, action: Callable[[], None]) -> Callable[[], None]:
@@ -180,8 +181,11 @@ class Nemesis:
     def _slow(self) -> str:
         name = self._some_node()
         self.cluster.network.slow[name] = self.draw.uniform(0.01, 0.4)
-        self._later(lambda: self.cluster.network.slow.pop(name, None) and None)
+        self._later(partial(self._hasten, name))
         return name
+
+    def _hasten(self, name: str) -> None:
+        self.cluster.network.slow.pop(name, None)
 
     # -- hosts
 
@@ -251,7 +255,7 @@ class Nemesis:
         names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
         disks = [self.cluster.disks[name] for name in names]
         for disk in disks:
-            disk.room_bytes = self.draw.between(0, 3_000)
+            disk.room_bytes = self.draw.choice((0, 200, 400, 1_000))
 
         def free() -> None:
             for disk in disks:
