@@ -77,7 +77,8 @@ class Nemesis:
 
     # -- the network
 
-    def _cut(self, cut: set[Cut]) -> None:
+    def cut(self, cut: set[Cut]) -> None:
+        """Nothing passes there, until everything is healed."""
         self._cuts.append(cut)
         self._recut()
 
@@ -90,7 +91,7 @@ class Nemesis:
         self.cluster.network.cuts = set().union(*self._cuts)
 
     def _cut_for_a_while(self, cut: set[Cut]) -> None:
-        self._cut(cut)
+        self.cut(cut)
         self._later(lambda: self._mend(cut))
 
     def _sides(self) -> tuple[list[str], list[str]]:
@@ -146,7 +147,7 @@ class Nemesis:
             self._mend(cut)
             if left and not self._over:
                 if left % 2:
-                    self._cut(cut)
+                    self.cut(cut)
                 self.cluster.world.after(self.draw.uniform(0.1, 0.5), lambda: flap(left - 1))
 
         flap(2 * times - 1)
@@ -159,7 +160,7 @@ class Nemesis:
         at = 0.0
         for name in names:
             at += self.draw.uniform(0.0, 0.5)
-            self.cluster.world.after(at, self._unless_over(partial(self._cut, cuts[name])))
+            self.cluster.world.after(at, self._unless_over(partial(self.cut, cuts[name])))
         for name in self.draw.some(names, len(names)):
             at += self.draw.uniform(0.0, 0.5)
             self.cluster.world.after(at, partial(self._mend, cuts[name]))
@@ -248,6 +249,8 @@ class Nemesis:
             return "nobody"
         name, count = self.draw.choice(names), self.draw.between(1, 8)
         keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
+        if self.draw.chance(0.7):  # what a shard has in memory it does not read again
+            self.cluster.kill(name, self.draw.uniform(0.0, 0.5))
         return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
 
     def _disk_full(self) -> str:
