@@ -51,7 +51,7 @@ class Disk:
         self.replica = new_replica()
         self.values: dict[bytes, bytes] = {}
         self.room_bytes: int | None = None
-        """Bytes that one commit finds room for (the database uses freed pages again); ``None`` = any number."""
+        """Bytes that one commit finds room for: the database uses freed pages again.  ``None`` = any."""
         self.failing = False
         """Whether the next sync fails."""
         self.stalled_until = 0.0

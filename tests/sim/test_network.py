@@ -252,7 +252,8 @@ def test_a_scan_goes_on_where_it_stopped() -> None:
     one = disk()
     one.begin([([(b"k%d" % index, state(1)) for index in range(7)], one.replica)])
     one.commit()
-    found, after = [], b""
+    found: list[bytes] = []
+    after = b""
     for _ in range(10):
         keys, resume = one.scan(b"k", after, 3)
         found += keys

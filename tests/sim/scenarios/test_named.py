@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.slow
 FIVE = Plan(seed=1, shards=5, clients=4, keys=4, pace_s=0.1, active_s=12.0)
 
 
-def at(times: dict[float, Callable[[Nemesis], None]]) -> Callable[[Nemesis], None]:
+def at(times: Mapping[float, Callable[[Nemesis], None]]) -> Callable[[Nemesis], None]:
     """A script: what to do when."""
 
     def script(nemesis: Nemesis) -> None:
         for time_s, action in times.items():
-            nemesis.cluster.world.after(time_s, lambda action=action: action(nemesis))
+            nemesis.cluster.world.after(time_s, partial(action, nemesis))
 
     return script
 
