@@ -15,7 +15,7 @@ from functools import reduce
 
 from kvcomm.machine import Effect, Event
 from l3_shard.replica import later
-from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
 
 
@@ -38,12 +38,14 @@ class Commits:
         self._unsynced = False
 
     def perform(self, effect: Effect) -> None:
-        """Carry out a ``Load``, ``Scan`` or ``Persist``."""
+        """Carry out a ``Load``, ``Scan``, ``Survey`` or ``Persist``."""
         match effect:
             case Load():
                 self._deliver(self._load(effect))
             case Scan():
                 self._deliver(self._scan(effect))
+            case Survey():  # in a turn of its own: they come in long rows, and requests must get in between
+                self._loop.call_soon(lambda: self._deliver(self._survey(effect)))
             case Persist():
                 self._waiting.append(effect)
                 if self._commit is None:
@@ -99,7 +101,8 @@ class Commits:
         """One transaction; when there is no room for all, what there is room for."""
         try:
             writes = [write for persist in batch for write in persist.writes]
-            self._store.write(writes, reduce(later, (persist.replica for persist in batch)))
+            notes = [note for persist in batch for note in persist.notes]
+            self._store.write(writes, reduce(later, (persist.replica for persist in batch)), notes)
         except DiskFull as error:
             if len(batch) > 1:
                 return [outcome for persist in batch for outcome in self._write([persist])]
@@ -121,3 +124,9 @@ class Commits:
         except DiskFailed as error:
             return Scanned(scan.ticket, (), None, failure=error.message)
         return Scanned(scan.ticket, tuple(keys), resume)
+
+    def _survey(self, survey: Survey) -> Surveyed:
+        try:
+            return Surveyed(survey.ticket, tuple(self._store.survey(survey.leaves)))
+        except DiskFailed as error:
+            return Surveyed(survey.ticket, (), failure=error.message)

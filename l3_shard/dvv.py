@@ -59,13 +59,20 @@ class Written:
 
 
 def put(
-    state: RecordState, replica: str, stamp: Stamp, value: bytes | None, context: VersionVector
+    state: RecordState,
+    replica: str,
+    stamp: Stamp,
+    value: bytes | None,
+    context: VersionVector,
+    floor: int = 0,
 ) -> Written:
     """Accept a write at ``replica``; ``value`` ``None`` deletes what ``context`` covers.
 
     Args:
         replica: id of the replica incarnation that accepts the write and holds ``state``.
         context: what the writer had read; empty = nothing, so the write is concurrent to all others.
+        floor: largest counter of ``replica`` in any record that was removed (see ``l3_shard.tombstones``):
+            this may have been one of them, and its dots must not be given out again.
 
     Raises:
         Conflict: the record has ``SIBLINGS_MAX`` other values already, or ``context`` cannot come from this
@@ -73,9 +80,10 @@ def put(
         replicas wrote it.
     """
     seen = VersionVector.from_wire(state.context)
-    if context.counter(replica) > seen.counter(replica):
+    last = max(seen.counter(replica), floor)
+    if context.counter(replica) > last:
         raise Conflict("the context was not read from this record; read the record and put with its context")
-    dot = Dot(replica, seen.counter(replica) + 1)
+    dot = Dot(replica, last + 1)
     kept = [sibling for sibling in state.siblings if context.counter(sibling.replica) < sibling.counter]
     siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])
     if value is not None:

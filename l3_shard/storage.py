@@ -6,8 +6,9 @@ The shell performs them against ``l3_shard.store``; a simulator delays, loses an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from kvcomm.clock import Stamp
 from kvcomm.machine import Effect, Event, Ticket
 from kvcomm.wire.messages import RecordState
 
@@ -40,7 +41,10 @@ class Persist(Effect):
 
     ticket: Ticket
     writes: tuple[tuple[bytes, RecordState], ...]
+    """A state with an empty context removes the record."""
     replica: str
+    notes: tuple[tuple[bytes, bytes | None], ...] = ()
+    """Small facts beside the records, see ``l3_shard.notes``; ``None`` removes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,34 @@ class Persisted(Event):
     """``durable`` as the fsync policy means it.  ``full``: no room; nothing was written.  ``failed``: an I/O
     error or failed fsync; what is on the disk is unknown, and the shard must end."""
     text: str = ""
+
+
+class Entry(NamedTuple):
+    """A record as the store's index knows it, without reading the record."""
+
+    key: bytes
+    digest: int
+    """``merkle.state_digest`` of its durable state."""
+    dead_since: Stamp
+    """The latest tombstone's stamp where nothing but tombstones is left; 0 = it has a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey(Effect):
+    """List all records of some leaves of the Merkle tree; answered by :class:`Surveyed`, and not before other
+    events had their turn: surveys come in long rows."""
+
+    ticket: Ticket
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed(Event):
+    ticket: Ticket
+    leaves: tuple[tuple[Entry, ...], ...]
+    """In the order of the question; the entries of a leaf in order of their keys."""
+    failure: str = ""
+    """Not empty: nothing could be read, and why; ``leaves`` is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,48 @@ class RecordFetch(Message, frozen=True):
     keys: list[bytes]
 
 
+class RecordForget(Message, frozen=True):
+    """Replica to replica: every replica has these tombstones, and they are old: remove each record whose
+    state is still exactly this one."""
+
+    epoch: int
+    keys: list[bytes]
+    states: list[RecordState]
+
+
+class TreeGet(Message, frozen=True):
+    """Replica to replica: the digests below some inner nodes of your Merkle tree over the records that both
+    of us keep (see ``l3_shard.merkle``)."""
+
+    epoch: int
+    node: str
+    """Who asks."""
+    depth: int
+    indices: list[int]
+
+
+class TreeDigests(Message, frozen=True):
+    digests: list[int]
+    """``FAN_OUT`` a node asked for, one after the other."""
+
+
+class LeafGet(Message, frozen=True):
+    """Replica to replica: which records do you have in these leaves of that tree?"""
+
+    epoch: int
+    node: str
+    leaves: list[int]
+
+
+class LeafRecords(Message, frozen=True):
+    """All records of the first ``leaf_count`` leaves that were asked for: at least one, the rest did not
+    fit."""
+
+    leaf_count: int
+    keys: list[bytes]
+    digests: list[int]
+
+
 class RecordScan(Message, frozen=True):
     prefix: bytes
     after: bytes
@@ -305,5 +347,6 @@ MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
     BlockStored, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate,
-    RecordFetch, RecordScan, RecordKeys, RingMap, RingGet,
+    RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan, RecordKeys, RingMap,
+    RingGet,
 )  # fmt: skip

@@ -14,7 +14,9 @@ from kvcomm.wire.messages import (
     Failure,
     Grant,
     Hello,
+    LeafRecords,
     Message,
+    RecordForget,
     RecordPut,
     RecordReplicate,
     RecordState,
@@ -25,6 +27,8 @@ from kvcomm.wire.messages import (
     RingMap,
     RingNode,
     Sibling,
+    TreeDigests,
+    TreeGet,
     Want,
     Welcome,
 )
@@ -43,6 +47,10 @@ EXAMPLES: list[Message] = [
     RecordPut(1, [RecordWrite(b"k", None, {"r": 1}), RecordWrite(b"l", b"", {})]),
     RecordVersions([RecordVersion("r", 1, {"r": 1}, 2)]),
     RecordReplicate(1, [b"k"], [STATE]),
+    RecordForget(1, [b"k"], [STATE]),
+    TreeGet(1, "n", 2, [0, 255]),
+    TreeDigests([0, (1 << 64) - 1]),
+    LeafRecords(1, [b"k"], [(1 << 64) - 1]),
     RingMap(4, 3, 2, 1, 1, [NODE], [NODE]),
 ]
 

@@ -40,9 +40,9 @@ def test_the_writes_of_one_turn_are_one_transaction(tmp_path, fsync, monkeypatch
     transactions: list[int] = []
     write = RecordStore.write
 
-    def counted(store: RecordStore, writes, replica: str) -> None:
+    def counted(store: RecordStore, writes, replica: str, notes) -> None:
         transactions.append(len(writes))
-        write(store, writes, replica)
+        write(store, writes, replica, notes)
 
     monkeypatch.setattr(RecordStore, "write", counted)
 
