@@ -199,7 +199,10 @@ class State:
     def put_many(
         self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
     ) -> dict[str, Dots]:
-        """Many keys in one round trip a shard; each key by itself, not a transaction."""
+        """Many keys in one round trip a shard; each key by itself, not a transaction.
+
+        ``context`` applies to every item, so it is for one item, or empty: concurrent to all that is there.
+        """
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, self._client.run(steps, deadline_s), strict=True))
 

@@ -201,8 +201,8 @@ class Operations:
         self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
     ) -> Steps[list[Dots]]:
         writes = [(record_name("state", name, key), value, context) for key, value in items]
-        versions = yield from self.state().put(writes)
-        return [version.context for version in versions]
+        contexts = yield from self.state().put(writes)
+        return list(contexts)
 
     def state_keys(self, name: str) -> Steps[list[str]]:
         found = yield from self.state().names(record_name("state", name) + b"/")

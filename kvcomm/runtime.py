@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcomm.errors import KVCommError
+from kvcomm.errors import KVCommError, Refused
 from kvcomm.machine import (
     Answered,
     AskPeer,
@@ -68,8 +68,17 @@ class Runtime:
         self._closed = False
 
     def received(self, origin: Origin, message: Message, reply: ReplyFunction) -> None:
-        """A request for the machine; its ``Reply`` effect will go to ``reply``."""
-        self._replies.setdefault(origin.connection, {})[origin.request] = reply
+        """A request for the machine; its ``Reply`` effect will go to ``reply``.
+
+        Raises:
+            Refused: the caller has a request of this number open.
+        """
+        waiting = self._replies.setdefault(origin.connection, {})
+        if origin.request in waiting:
+            raise Refused(
+                f"request {origin.request} of this connection is not answered yet; number them apart"
+            )
+        waiting[origin.request] = reply
         self.deliver(Received(origin, message))
 
     def disconnected(self, connection: ConnectionId) -> None:

@@ -9,7 +9,8 @@ a part::
 
 The plane remembers the causal context of what this client last saw of each record (bounded), so that a plain
 read-modify-write replaces what was read and two clients that write without having seen each other become
-siblings.
+siblings.  A context counts the writes of *one* record: put with another record's, it would tell the replicas
+that writes were seen which have yet to come, and they would drop them.  So a context knows its record.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
@@ -30,6 +32,18 @@ from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWri
 CONTEXTS_MAX = 65_536
 """Causal contexts remembered; the least recently used goes first, and a put without one may make a
 sibling."""
+
+
+class Context(dict[str, int]):
+    """What a caller has seen of one record: replica -> counter.  Hand it to a put of the same record."""
+
+    __slots__ = ("own", "record")
+
+    def __init__(self, record: bytes, dots: Dots, own: tuple[str, int] | None = None) -> None:
+        super().__init__(dots)
+        self.record = record
+        self.own = own
+        """The caller's own last write, where the counters cannot say that it was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +77,17 @@ def record_name(*parts: str) -> bytes:
     """The record name of a path.  Raises ``ValueError`` for an empty part."""
     if not all(parts):
         raise ValueError(f"a name has no empty parts: {parts}")
-    return "/".join(quote(part, safe="") for part in parts).encode()
+    return "/".join([_quoted(part) for part in parts]).encode()
 
 
 def record_path(name: bytes) -> tuple[str, ...]:
     """The inverse of :func:`record_name`."""
     return tuple(unquote(part) for part in name.decode().split("/"))
+
+
+@lru_cache(maxsize=4_096)
+def _quoted(part: str) -> str:
+    return quote(part, safe="")
 
 
 class StatePlane:
@@ -78,21 +97,25 @@ class StatePlane:
     def __init__(self, records: Records, tally: Tally) -> None:
         self._records = records
         self._tally = tally
-        self._contexts: OrderedDict[bytes, Dots] = OrderedDict()
+        self._contexts: OrderedDict[bytes, Context] = OrderedDict()
 
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
         """Read records in one batch; absent ones have no values."""
         reading = self._records.record_get(names)
         answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading)
+        found: list[StateValue] = []
         for name, answer in zip(names, answers, strict=True):
-            self._remember(name, answer.context)
             self._tally.read(answer)
-        return [StateValue(answer.values, answer.context, answer.degraded) for answer in answers]
+            self._remember(Context(name, answer.context))
+            found.append(StateValue(answer.values, Context(name, answer.context), answer.degraded))
+        return found
 
-    def put(self, writes: Sequence[tuple[bytes, bytes | None, Dots | None]]) -> Steps[list[RecordVersion]]:
-        """Write ``(name, value or None to delete, context or None for the remembered one)`` in one batch.
+    def put(self, writes: Sequence[tuple[bytes, bytes | None, Dots | None]]) -> Steps[list[Context]]:
+        """Write ``(name, value or None to delete, context or None for the remembered one)`` in one batch;
+        the contexts for the next puts.
 
         Raises:
+            ValueError: a context is another record's; nothing was written.
             TooLarge: a value is over ``VALUE_BYTES_MAX``; nothing was written.
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: fewer replicas than the write quorum confirmed in time; read before writing again.
@@ -101,16 +124,16 @@ class StatePlane:
         for name, value, _ in writes:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 raise TooLarge(f"record {name!r}: {len(value)} bytes is over the limit of {VALUE_BYTES_MAX}")
-        batch = [
-            RecordWrite(name, value, self._contexts.get(name, {}) if context is None else context)
-            for name, value, context in writes
-        ]
+        batch = [self._write(name, value, context) for name, value, context in writes]
         writing = self._records.record_put(batch)
         versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing)
         self._tally.wrote(len(versions))
+        contexts: list[Context] = []
         for write, version in zip(batch, versions, strict=True):
-            self._remember(write.key, version.context)
-        return versions
+            own = (version.replica, version.counter) if version.own else None
+            self._remember(Context(write.key, version.context, own))
+            contexts.append(Context(write.key, version.context, own))
+        return contexts
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
@@ -135,8 +158,20 @@ class StatePlane:
                 )
         return heads[-1] if heads else None
 
-    def _remember(self, name: bytes, context: Dots) -> None:
-        self._contexts[name] = context
-        self._contexts.move_to_end(name)
+    def _write(self, name: bytes, value: bytes | None, context: Dots | None) -> RecordWrite:
+        if context is None:
+            context = self._contexts.get(name, _NOTHING_SEEN)
+        if not isinstance(context, Context):
+            return RecordWrite(name, value, context)
+        if context.record != name and context is not _NOTHING_SEEN:
+            raise ValueError(f"the context of record {context.record!r} says nothing about {name!r}")
+        return RecordWrite(name, value, context, context.own)
+
+    def _remember(self, context: Context) -> None:
+        self._contexts.pop(context.record, None)  # then it is the newest; another thread may have evicted it
+        self._contexts[context.record] = context
         while len(self._contexts) > CONTEXTS_MAX:
             self._contexts.popitem(last=False)
+
+
+_NOTHING_SEEN = Context(b"", {})

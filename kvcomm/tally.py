@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvcomm.blockplane import Prefix, Stored
 from kvcomm.errors import KVCommError
-from kvcomm.metrics import Metrics
+from kvcomm.metrics import Histogram, Metrics
 from kvcomm.steps import Steps
 from kvcomm.tier import RecordAnswer, TierName
 
@@ -27,6 +27,12 @@ class Tally:
         self._bytes = {tier: metrics.counter("kvcomm_fetch_bytes_total", tier=tier) for tier in TIERS}
         self._missed = metrics.counter("kvcomm_fetch_missed_blocks_total")
         self._siblings = metrics.counter("kvcomm_record_siblings_total")
+        self._read = metrics.counter("kvcomm_record_operations_total", operation="get", outcome="ok")
+        self._read_degraded = metrics.counter(
+            "kvcomm_record_operations_total", operation="get", outcome="degraded"
+        )
+        self._wrote = metrics.counter("kvcomm_record_operations_total", operation="put", outcome="ok")
+        self._seconds: dict[str, Histogram] = {}
 
     def fetched(self, prefix: Prefix, block_tokens: int) -> None:
         for block in prefix.blocks:
@@ -44,12 +50,12 @@ class Tally:
                     self.metrics.counter("kvcomm_publish_bytes_total", tier=tier).add(block_bytes)
 
     def read(self, answer: RecordAnswer) -> None:
-        outcome = "degraded" if answer.degraded else "ok"
-        self.metrics.counter("kvcomm_record_operations_total", operation="get", outcome=outcome).add()
-        self._siblings.add(max(0, len(answer.values) - 1))
+        (self._read_degraded if answer.degraded else self._read).add()
+        if len(answer.values) > 1:
+            self._siblings.add(len(answer.values) - 1)
 
     def wrote(self, count: int) -> None:
-        self.metrics.counter("kvcomm_record_operations_total", operation="put", outcome="ok").add(count)
+        self._wrote.add(count)
 
     def timed(self, operation: str, steps: Steps[T]) -> Steps[T]:
         """Run ``steps`` and note how long it took the caller; a failed record operation is counted too."""
@@ -62,6 +68,11 @@ class Tally:
                 self.metrics.counter("kvcomm_record_operations_total", operation=kind, outcome="failed").add()
             raise
         finally:
-            self.metrics.histogram("kvcomm_operation_seconds", operation=operation).observe(
-                self._clock() - begin
-            )
+            self._histogram(operation).observe(self._clock() - begin)
+
+    def _histogram(self, operation: str) -> Histogram:
+        cell = self._seconds.get(operation)
+        if cell is None:
+            cell = self.metrics.histogram("kvcomm_operation_seconds", operation=operation)
+            self._seconds[operation] = cell
+        return cell

@@ -7,7 +7,7 @@ adopted and the keys are placed again, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, TooLarge, Unavailable, failure_to_error
@@ -39,7 +39,7 @@ class Coordination:
     def __init__(self, routes: Routes, batch: Batch) -> None:
         self._routes, self._batch = routes, batch
         self._todo = list(range(len(batch.keys)))
-        self._tried: list[set[str]] = [set() for _ in batch.keys]
+        self._tried: dict[int, set[str]] = {}
         self._stale: set[int] = set()
         self._records_max = RECORDS_MAX
         self._done_count = 0
@@ -65,10 +65,9 @@ class Coordination:
         todo, self._todo = self._todo, []
         for index in todo:
             owners = ring.replicas(self._batch.keys[index])
-            left = [node for node in owners if node not in self._tried[index]]
-            left.sort(key=lambda node: not self._routes.healthy(node))
-            if left:
-                by_node.setdefault(left[0], []).append(index)
+            node = self._choose(owners, self._tried.get(index, ()))
+            if node is not None:
+                by_node.setdefault(node, []).append(index)
             else:
                 self._errors.append(Unavailable(f"none of {len(owners)} owners of a record could be reached"))
         for node, indices in by_node.items():
@@ -83,6 +82,14 @@ class Coordination:
                 piece.append(index)
                 size += self._batch.sizes[index]
             yield node, piece
+
+    def _choose(self, owners: Sequence[str], tried: Collection[str]) -> str | None:
+        """The first that is healthy, else the first."""
+        left = [node for node in owners if node not in tried] if tried else owners
+        for node in left:
+            if self._routes.healthy(node):
+                return node
+        return left[0] if left else None
 
     def _take(self, node: str, indices: list[int], answer: Answer) -> None:
         message = answer.message
@@ -99,7 +106,7 @@ class Coordination:
             self._place_again(indices)
         elif isinstance(error, Unavailable):
             for index in indices:
-                self._tried[index].add(node)
+                self._tried.setdefault(index, set()).add(node)
             self._todo += indices
         elif isinstance(error, TooLarge) and len(indices) > 1 and not any(self._batch.sizes):
             self._records_max = max(1, len(indices) // 2)
@@ -113,7 +120,7 @@ class Coordination:
                 self._errors.append(Unavailable("the ring changed twice during one request; try again"))
             else:
                 self._stale.add(index)
-                self._tried[index].clear()
+                self._tried.pop(index, None)
                 self._todo.append(index)
 
     def _verdict(self) -> KVCommError:

@@ -30,6 +30,8 @@ class ShardLimits:
     """Changes that wait for one record."""
     held_bytes_max: int = 256 << 20
     """Values that open requests and unanswered questions to peers hold together (and 256 bytes a key)."""
+    recent_bytes_max: int = 64 << 20
+    """Records kept in memory beside those in use, about: a read of one of them needs no disk."""
     message_bytes: int = 8 << 20
     """Target size of a message with many records."""
     scan_count_max: int = 4_096

@@ -18,6 +18,11 @@ it.  But dots *of one replica* are seen in order, so whoever has seen the newer 
 equal values of one replica the newest dot alone decides whether the value lives, and only it is stored.
 Readers are shown each value once (:func:`presented`).
 
+**Writers that do not read.**  A context says "all writes of a replica up to here", so a writer that is handed
+one after a blind write cannot be told of its own write alone while an unseen one of the same replica lives; with
+contexts only, two such writers would add a sibling a write up to the bound.  Therefore a put may also name its
+author's last dot.  It replaces that sibling where it is held, and reaches other replicas by merging.
+
 **Bound.**  ``put`` refuses to make more than ``SIBLINGS_MAX`` distinct values; ``merge`` never refuses and
 never drops.  A merged state can therefore hold more, but at most ``SIBLINGS_MAX`` a replica incarnation: when
 a replica gave out its newest living dot, it held all its older living ones.
@@ -30,7 +35,7 @@ from dataclasses import dataclass
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import Conflict, Corrupt, TooLarge
-from kvcomm.version import Dot, VersionError, VersionVector
+from kvcomm.version import COUNTER_MAX, Dot, VersionError, VersionVector
 from kvcomm.wire.messages import Dots, RecordState, Sibling
 
 SIBLINGS_MAX = 16
@@ -56,6 +61,9 @@ class Written:
     It is *not* the state's context: that covers siblings which this caller has never seen, and handing it out
     would let the next put erase them unread.
     """
+    own: bool
+    """``context`` does not cover the write, and its author's next put may name its dot instead.  Not so when
+    its value stands for an equal one that its author has not seen."""
 
 
 def put(
@@ -64,6 +72,7 @@ def put(
     stamp: Stamp,
     value: bytes | None,
     context: VersionVector,
+    own: Dot | None = None,
     floor: int = 0,
 ) -> Written:
     """Accept a write at ``replica``; ``value`` ``None`` deletes what ``context`` covers.
@@ -71,6 +80,7 @@ def put(
     Args:
         replica: id of the replica incarnation that accepts the write and holds ``state``.
         context: what the writer had read; empty = nothing, so the write is concurrent to all others.
+        own: the writer's last write, replaced too if it is here; where it is not, it stays concurrent.
         floor: largest counter of ``replica`` in any record that was removed (see ``l3_shard.tombstones``):
             this may have been one of them, and its dots must not be given out again.
 
@@ -83,14 +93,23 @@ def put(
     last = max(seen.counter(replica), floor)
     if context.counter(replica) > last:
         raise Conflict("the context was not read from this record; read the record and put with its context")
+    if last == COUNTER_MAX:
+        raise Conflict(
+            "a context with an impossible counter was written to this record; delete or abandon it"
+        )
     dot = Dot(replica, last + 1)
-    kept = [sibling for sibling in state.siblings if context.counter(sibling.replica) < sibling.counter]
+    kept = [
+        sibling
+        for sibling in state.siblings
+        if context.counter(sibling.replica) < sibling.counter and _dot(sibling) != own
+    ]
     siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])
     if value is not None:
         _check_bounds(siblings)
     after = RecordState(seen.merge(context).including(dot).to_wire(), siblings)
-    hides = any(sibling.replica == replica for sibling in kept)
-    return Written(after, dot, (context if hides else context.including(dot)).to_wire())
+    unseen = [sibling.value for sibling in kept if sibling.replica == replica]
+    handed = context if unseen else context.including(dot)
+    return Written(after, dot, handed.to_wire(), bool(unseen) and value not in unseen)
 
 
 def merge(one: RecordState, two: RecordState) -> RecordState:
@@ -119,6 +138,8 @@ def presented(state: RecordState) -> RecordState:
     """As a reader is shown it: no tombstones, every value once (under its latest stamp), in the order of the
     dots.
     """
+    if len(state.siblings) == 1 and state.siblings[0].value is not None:
+        return state
     by_value: dict[bytes, Sibling] = {}
     for sibling in state.siblings:
         if sibling.value is not None:
@@ -135,7 +156,7 @@ def alive(state: RecordState) -> bool:
 
 def value_bytes(state: RecordState) -> int:
     """Bytes of all values, as stored and sent."""
-    return sum(len(sibling.value) for sibling in state.siblings if sibling.value is not None)
+    return sum([len(sibling.value) for sibling in state.siblings if sibling.value is not None])
 
 
 def checked(state: RecordState) -> RecordState:

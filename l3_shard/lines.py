@@ -13,12 +13,13 @@ storage takes time, and others want to change the same record meanwhile.  Each r
 All changes that wait are applied one after the other and persisted *together*: a hot record costs one write a
 round trip to the disk, however many change it (group commit), and everything that one ``flush`` applies, over
 all records, is one :class:`~l3_shard.storage.Persist`.  Readers see the last durable state and never wait for
-a disk.  A line that nobody uses is forgotten.
+a disk.  A line that nobody uses is forgotten; its durable state is kept as long as there is room, so that a
+record that is read often is loaded, verified and decoded once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -61,6 +62,9 @@ class Local:
 
 Reader = Callable[[Local], None]
 
+DAMAGED_MAX = 65_536
+"""Damaged records remembered; over it they are forgotten, and found once more."""
+
 
 @dataclass(eq=False, slots=True)
 class _Line:
@@ -77,19 +81,69 @@ class _Line:
         return not self.readers and not self.waiting and not self.writing
 
 
+class Recent:
+    """Durable states of records that are not in use now, the least recently used dropped first."""
+
+    OVERHEAD_BYTES = 1_024
+    """Of a state of no values, about."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._held: OrderedDict[bytes, tuple[Local, int]] = OrderedDict()
+        self.held_bytes = 0
+
+    def get(self, key: bytes) -> Local | None:
+        """The state of ``key``, and it counts as used."""
+        held = self._held.get(key)
+        if held is None:
+            return None
+        self._held.move_to_end(key)
+        return held[0]
+
+    def take(self, key: bytes) -> Local | None:
+        """The state of ``key``, which is in use from now on."""
+        held = self._held.pop(key, None)
+        if held is None:
+            return None
+        self.held_bytes -= held[1]
+        return held[0]
+
+    def keep(self, key: bytes, local: Local) -> None:
+        """``key`` is not in use any more."""
+        size = self.OVERHEAD_BYTES + dvv.value_bytes(local.state)
+        self._held[key] = (local, size)
+        self.held_bytes += size
+        while self.held_bytes > self._bytes_max:
+            self.held_bytes -= self._held.popitem(last=False)[1][1]
+
+    def check(self) -> None:
+        assert self.held_bytes == sum(size for _, size in self._held.values()) <= max(0, self._bytes_max)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._held
+
+
 class Lines:
-    """The records in use of one shard.  ``changes_max`` bounds what may wait for one record; ``tickets`` are
-    unused numbers.
+    """The records in use of one shard.  ``changes_max`` bounds what may wait for one record,
+    ``recent_bytes_max`` what is kept of records that are not in use; ``tickets`` are unused numbers.
     """
 
-    def __init__(self, changes_max: int, tickets: Iterator[int]) -> None:
+    def __init__(self, changes_max: int, tickets: Iterator[int], recent_bytes_max: int = 0) -> None:
         self._changes_max = changes_max
+        self._recent = Recent(recent_bytes_max)
         self._tickets = tickets
         self._lines: dict[bytes, _Line] = {}
         self._to_load: list[bytes] = []
         self._to_apply: dict[bytes, None] = {}  # an ordered set
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
+        self._damaged: set[bytes] = set()  # on the disk; known, and not written since
+
+    def known(self, key: bytes) -> RecordState | None:
+        """The durable state, if it is here."""
+        line = self._lines.get(key)
+        local = self._recent.get(key) if line is None else line.local
+        return None if local is None or local.damaged or local.failure else local.state
 
     def read(self, key: bytes, reader: Reader) -> None:
         """Call ``reader`` with the durable state, at once if it is known."""
@@ -98,6 +152,7 @@ class Lines:
             line.readers.append(reader)
         else:
             reader(line.local)
+            self._forget(key, line)
 
     def change(self, key: bytes, change: Change) -> None:
         """Queue a change.
@@ -118,12 +173,17 @@ class Lines:
         if line is None or change not in line.waiting:
             return False
         line.waiting.remove(change)
+        self._forget(key, line)
         return True
 
-    def loaded(self, event: Loaded) -> None:
-        """Storage answered a ``Load``."""
+    def loaded(self, event: Loaded) -> list[bytes]:
+        """Storage answered a ``Load``; the damaged records that were not known to be."""
         keys = self._loads.pop(event.ticket)
         damaged = set(event.damaged)
+        found = [key for key in event.damaged if key not in self._damaged]
+        if len(self._damaged) + len(found) > DAMAGED_MAX:
+            self._damaged.clear()
+        self._damaged.update(found)
         states = event.states if not event.failure else (None,) * len(keys)
         for key, state in zip(keys, states, strict=True):
             line = self._lines[key]
@@ -134,6 +194,7 @@ class Lines:
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
+        return found
 
     def persisted(self, event: Persisted) -> None:
         """Storage answered a ``Persist``, ``durable`` or ``full``."""
@@ -142,6 +203,7 @@ class Lines:
             changes, line.writing = line.writing, []
             if event.outcome == "durable":
                 line.local = Local(line.written)
+                self._damaged.discard(key)
             for change in changes:
                 if event.outcome == "durable":
                     change.durable(line.written)
@@ -205,7 +267,7 @@ class Lines:
                 change.failed(error)
             else:
                 accepted.append(change)
-        if state == line.local.state:
+        if state == line.local.state and not line.local.damaged:
             for change in accepted:
                 change.durable(state)
             return False
@@ -215,14 +277,17 @@ class Lines:
     def _line(self, key: bytes) -> _Line:
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = _Line()
-            self._to_load.append(key)
+            line = self._lines[key] = _Line(self._recent.take(key))
+            if line.local is None:
+                self._to_load.append(key)
         return line
 
     def _forget(self, key: bytes, line: _Line) -> None:
         if line.idle and line.local is not None and self._lines.get(key) is line:
             del self._lines[key]
             self._to_apply.pop(key, None)
+            if not line.local.damaged and not line.local.failure:
+                self._recent.keep(key, line.local)
 
     def _ticket(self) -> Ticket:
         return Ticket(next(self._tickets))
@@ -240,13 +305,16 @@ class Lines:
                 f"{key!r} is stuck"
             )
             assert len(line.waiting) <= self._changes_max
+            assert line.local is None or not line.idle, f"line {key!r} is kept for nobody"
+            assert key not in self._recent, f"{key!r} is both in use and not"
+        self._recent.check()
         assert set(persisting) <= self._lines.keys() and loading <= self._lines.keys()
 
     def story(self, key: bytes) -> str:
         """The line of ``key``, for a person."""
         line = self._lines.get(key)
         if line is None:
-            return "not in use"
+            return "not in use" if key not in self._recent else f"not in use; durable {self.known(key)}"
         if line.local is None:
             return f"loading; {len(line.readers)} readers and {len(line.waiting)} changes wait"
         flags = " damaged" if line.local.damaged else ""

@@ -1,9 +1,10 @@
 """``Reading``: coordinates gets: our own durable state, merged with those of other replicas until R have
 answered.
 
-With a read quorum of 1 nobody else is asked, unless our own copy is damaged or unreadable.  When fewer than R
-answer in time, what there is goes out marked ``degraded``.  Whatever an answer teaches us is merged into our
-own copy.
+With a read quorum of 1 nobody else is asked, unless our own copy is damaged, unreadable or absent: a shard
+whose disk was replaced has none of what it acknowledged, so what it lacks is looked for where every write
+quorum has left a copy.  When too few answer in time, what there is goes out marked ``degraded``.  Whatever an
+answer teaches us is merged into our own copy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable
 from kvcomm.machine import Origin
@@ -20,8 +22,7 @@ from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """A key to read, placed by the ring."""
 
     key: bytes
@@ -29,6 +30,8 @@ class Query:
     """The replicas beside this one."""
     need: int
     """Answers that make it not degraded, this shard's own included."""
+    wide: int
+    """Answers that meet every write quorum: needed when ours cannot be relied on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +46,8 @@ class _Get:
 class _Record:
     get: _Get
     query: Query
+    need: int
+    asked: bool = False
     state: RecordState = dvv.EMPTY
     own: RecordState | None = None
     """Ours, once it is known and intact."""
@@ -76,18 +81,34 @@ class Reading:
         Raises:
             Refused: the shard is busy.
         """
+        known = self._known(queries)
+        if known is not None:
+            self._desk.reply(origin, self._answer(known, degraded=False))
+            return
         request = self._desk.open(origin, len(queries))
         get = _Get(request, epoch, open_count=len(queries))
-        get.records = [_Record(get, query) for query in queries]
+        get.records = [_Record(get, query, query.need) for query in queries]
         request.expire = partial(self._expire, get)
-        self._ask(get, [record for record in get.records if record.query.need > 1])
+        if wide := [record for record in get.records if record.need > 1]:
+            self._ask(get, wide)
         for record in get.records:
             self._lines.read(record.query.key, partial(self._own, record))
+
+    def _known(self, queries: Sequence[Query]) -> list[RecordState] | None:
+        """The states, if our own word is enough for all of them and we have it here: most gets are such."""
+        states: list[RecordState] = []
+        for query in queries:
+            state = self._lines.known(query.key) if query.need <= 1 else None
+            if state is None or not (state.context or query.wide <= 1):
+                return None
+            states.append(state)
+        return states
 
     def _ask(self, get: _Get, records: Sequence[_Record]) -> None:
         """Ask every other replica of each record: the slow and the dead must not hold up the quorum."""
         by_node: dict[str, list[_Record]] = {}
         for record in records:
+            record.asked = True
             record.outstanding += len(record.query.others)
             for node in record.query.others:
                 by_node.setdefault(node, []).append(record)
@@ -97,17 +118,22 @@ class Reading:
 
     def _own(self, record: _Record, local: Local) -> None:
         record.outstanding -= 1
-        if local.damaged or local.failure:
-            record.damaged = local.damaged
-            if record.query.need <= 1 and not record.decided:
-                self._ask(record.get, [record])
-        else:
+        record.damaged = local.damaged
+        if not local.damaged and not local.failure:
             record.own = local.state
             self._learn(record, local.state)
+        if record.own is None or not record.own.context:
+            record.need = max(record.need, record.query.wide)
+            if not record.asked and not record.decided:
+                self._ask(record.get, [record])
         self._settle(record)
 
     def _answered(self, records: list[_Record], answer: Message) -> None:
-        usable = isinstance(answer, RecordStates) and len(answer.states) == len(records) and _sound(answer)
+        usable = (
+            isinstance(answer, RecordStates)
+            and len(answer.states) == len(records)
+            and all(state is None or is_sound(state) for state in answer.states)
+        )
         if not usable:
             self._refused(answer)
         for index, record in enumerate(records):
@@ -127,12 +153,15 @@ class Reading:
             record.answer_count += counts
 
     def _settle(self, record: _Record) -> None:
-        if not record.decided and (record.answer_count >= record.query.need or not record.outstanding):
+        if not record.decided and (record.answer_count >= record.need or not record.outstanding):
             self._decide(record)
 
     def _decide(self, record: _Record) -> None:
         record.decided = True
-        if record.damaged or (record.own is not None and record.own != record.state):
+        if record.damaged:
+            if record.answer_count >= record.need:  # else the damage, which later reads must notice, stays
+                self._repair(record.query.key, record.state)
+        elif record.own is not None and record.own != record.state:
             self._repair(record.query.key, record.state)
         record.get.open_count -= 1
         if not record.get.open_count:
@@ -149,17 +178,21 @@ class Reading:
     def _verdict(self, get: _Get) -> Message | KVCommError:
         if not all(record.answer_count for record in get.records):
             return Unavailable("no replica could read the record; retry later")
-        states = [dvv.presented(record.state) if record.state.context else None for record in get.records]
-        size = sum(dvv.value_bytes(state) for state in states if state is not None)
+        degraded = any(record.answer_count < record.need for record in get.records)
+        return self._answer([record.state for record in get.records], degraded)
+
+    def _answer(self, found: Sequence[RecordState], degraded: bool) -> Message | KVCommError:
+        states = [dvv.presented(state) if state.context else None for state in found]
+        size = sum([dvv.value_bytes(state) for state in states if state is not None])
         if len(states) > 1 and size > self._desk.limits.message_bytes:
             return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")
-        degraded = any(record.answer_count < record.query.need for record in get.records)
         self.degraded_count += degraded
         return RecordStates(states, degraded)
 
 
-def _sound(answer: RecordStates) -> bool:
+def is_sound(state: RecordState) -> bool:
+    """Whether a peer's state can be, and is in its canonical form."""
     try:
-        return all(dvv.checked(state) == state for state in answer.states if state is not None)
+        return dvv.checked(state) == state
     except Corrupt:
         return False

@@ -63,7 +63,8 @@ class Routes:
 
     def healthy(self, node: str) -> bool:
         """Whether it is in the ring and did not fail a moment ago."""
-        return node in self.ring and self._shunned_until.get(node, 0.0) <= self._clock()
+        until = self._shunned_until.get(node)
+        return (until is None or until <= self._clock()) and node in self.ring
 
     def block_owners(self, key: bytes) -> Iterator[str]:
         """Who should have the block, best first, without those that failed a moment ago."""

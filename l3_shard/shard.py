@@ -41,7 +41,7 @@ from itertools import count
 from kvcomm.clock import ClockDrift, HybridClock, Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, StaleEpoch, TooLarge, Unavailable
 from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
-from kvcomm.version import VersionError, VersionVector
+from kvcomm.version import Dot, VersionError, VersionVector
 from kvcomm.wire.messages import (
     KEYS_MAX,
     VALUE_BYTES_MAX,
@@ -63,7 +63,7 @@ from kvcomm.wire.messages import (
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
-from l3_shard.reading import Query, Reading
+from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.replica import successor
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.storage import Loaded, Persisted, Scan, Scanned
@@ -72,6 +72,8 @@ from l3_shard.writing import Draft, Writing
 TENANT_BYTES = 16
 RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
+RECOVER_KEYS_MAX = 8
+"""Records of one question for what a damaged disk lost: their values always fit one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +191,11 @@ class Shard:
         self._limits = limits or ShardLimits()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
-        self._lines = Lines(self._limits.changes_max, tickets)
+        self._lines = Lines(self._limits.changes_max, tickets, self._limits.recent_bytes_max)
         self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
         self._scans: dict[Ticket, _Scan] = {}
+        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int]] = {}  # of this ring
         self._stopped = False
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
@@ -263,7 +266,8 @@ class Shard:
     def _get(self, origin: Origin, message: RecordGet) -> None:
         self._check_epoch(message.epoch)
         self._get_count += 1
-        queries = [self._query(origin.tenant, key) for key in _checked_keys(message.keys)]
+        tenant = origin.tenant
+        queries = [self._query(tenant, key) for key in _checked_keys(message.keys)]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -281,25 +285,42 @@ class Shard:
     def _query(self, tenant: bytes, key: bytes) -> Query:
         """Callers go past a record's first owner only when it did not answer.  It may be the one that has the
         newest write, so whoever stands in for it reads from enough replicas to meet every write quorum."""
-        others, ring = self._others(key), self.ring.to_map()
-        copies, need = 1 + len(others), ring.read_quorum
-        if self.ring.replicas(key)[0] != self.node:
-            need = max(need, copies - min(ring.write_quorum, copies) + 1)
-        return Query(tenant + key, others, min(need, copies))
+        replicas = self.ring.replicas(key)
+        plan = self._plans.get(replicas)
+        if plan is None:
+            plan = self._plans[replicas] = self._plan(self._replicas(key))
+        return Query(tenant + key, *plan)
+
+    def _plan(self, replicas: tuple[str, ...]) -> tuple[tuple[str, ...], int, int]:
+        """The rest of a query: there are few lists of replicas and many keys."""
+        ring, copies = self.ring.to_map(), len(replicas)
+        wide = copies - min(ring.write_quorum, copies) + 1
+        need = min(ring.read_quorum, copies)
+        if replicas[0] != self.node:
+            need = max(need, wide)
+        return self._beside(replicas), need, wide
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
         if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
             raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(write.value)}")
         try:
             context = VersionVector.from_wire(write.context)
+            own = None if write.own is None else Dot(*write.own)
         except VersionError as error:
             raise Refused(f"the context is not one that a get or put returned: {error}") from error
         others = self._others(write.key)
         need = min(self.ring.to_map().write_quorum, 1 + len(others))
-        return Draft(tenant + write.key, write.value, context, others, need)
+        return Draft(tenant + write.key, write.value, context, own, others, need)
 
     def _others(self, key: bytes) -> tuple[str, ...]:
-        """The other replicas of a caller's ``key``.
+        """The other replicas of a caller's ``key``; raises as :meth:`_replicas`."""
+        return self._beside(self._replicas(key))
+
+    def _beside(self, replicas: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([node for node in replicas if node != self.node])
+
+    def _replicas(self, key: bytes) -> tuple[str, ...]:
+        """The replicas of a caller's ``key``.
 
         Raises:
             Refused: we are not one of them.
@@ -309,7 +330,7 @@ class Shard:
             raise Refused(
                 f"epoch {self.ring.epoch}: the owners of this record are {replicas}, not {self.node}"
             )
-        return tuple(node for node in replicas if node != self.node)
+        return replicas
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch == self.ring.epoch:
@@ -381,9 +402,7 @@ class Shard:
     def _place(self, key: bytes) -> tuple[int, tuple[str, ...]]:
         """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
         replicas = self.ring.replicas(key[TENANT_BYTES:])
-        return self.ring.epoch, tuple(
-            node for node in replicas if node != self.node
-        ) if self.node in replicas else ()
+        return self.ring.epoch, self._beside(replicas) if self.node in replicas else ()
 
     def _repair(self, key: bytes, state: RecordState) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
@@ -406,10 +425,10 @@ class Shard:
 
     # -- what changes give and take
 
-    def _accept(self, state: RecordState, value: bytes | None, context: VersionVector) -> dvv.Written:
+    def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
         """Give a write its dot and stamp."""
         try:
-            return dvv.put(state, self.replica, self._stamp(state), value, context)
+            return dvv.put(state, self.replica, self._stamp(state), draft.value, draft.context, draft.own)
         except KVCommError:
             self._conflict_count += 1
             raise
@@ -425,12 +444,32 @@ class Shard:
 
     def _loaded(self, event: Loaded) -> None:
         """A damaged record is a lost counter: from here on our writes carry the next id (before any is
-        applied).
+        applied).  Once for each: a record that nobody can repair must not use up an id with every look at it.
         """
-        if event.damaged:
-            self._damaged_count += len(event.damaged)
+        if found := self._lines.loaded(event):
+            self._damaged_count += len(found)
             self.replica = successor(self.replica)
-        self._lines.loaded(event)
+            self._recover(found)
+
+    def _recover(self, keys: Sequence[bytes]) -> None:
+        """Get back from the others what our damaged copies held, whoever came for them: a write or merge puts
+        its own state in their place, and what we alone had shown would be hidden from reads of our copy."""
+        by_node: dict[str, list[bytes]] = {}
+        for key in keys:
+            for node in self._place(key)[1]:
+                by_node.setdefault(node, []).append(key)
+        for node, theirs in by_node.items():
+            for begin in range(0, len(theirs), RECOVER_KEYS_MAX):
+                piece = theirs[begin : begin + RECOVER_KEYS_MAX]
+                self._desk.ask(node, RecordFetch(self.ring.epoch, piece), partial(self._recovered, piece))
+
+    def _recovered(self, keys: Sequence[bytes], answer: Message) -> None:
+        if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
+            self._refused(answer)
+            return
+        for key, state in zip(keys, answer.states, strict=True):
+            if state is not None and is_sound(state):
+                self._repair(key, state)
 
     def _adopt(self, ring_map: RingMap) -> None:
         """Epochs only grow.  Requests under way keep the epoch that they began with."""
@@ -441,6 +480,8 @@ class Shard:
             self.ring = Ring.from_map(ring_map)
         except RingError:
             self._stale_map_count += 1
+        else:
+            self._plans.clear()
 
     # -- scans
 

@@ -18,7 +18,7 @@ from functools import partial
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.machine import Origin
-from kvcomm.version import VersionVector
+from kvcomm.version import Dot, VersionVector
 from kvcomm.wire.messages import Done, Message, RecordReplicate, RecordState, RecordVersion, RecordVersions
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request
@@ -26,7 +26,7 @@ from l3_shard.lines import Lines
 
 REPLICATE_KEYS_MAX = 1_024
 
-Accept = Callable[[RecordState, bytes | None, VersionVector], dvv.Written]
+Accept = Callable[[RecordState, "Draft"], dvv.Written]
 """Gives a write its dot under this shard's replica id."""
 
 
@@ -37,6 +37,7 @@ class Draft:
     key: bytes
     value: bytes | None
     context: VersionVector
+    own: Dot | None
     others: tuple[str, ...]
     """The replicas beside this one."""
     need: int
@@ -68,7 +69,7 @@ class _Write:
     error: KVCommError | None = None
 
     def apply(self, state: RecordState) -> RecordState:
-        self.written = self.owner.accept(state, self.draft.value, self.draft.context)
+        self.written = self.owner.accept(state, self.draft)
         return self.written.state
 
     def durable(self, state: RecordState) -> None:
@@ -228,4 +229,4 @@ class Writing:
 def _version(write: _Write) -> RecordVersion:
     assert write.written is not None
     dot = write.written.dot
-    return RecordVersion(dot.replica, dot.counter, write.written.context, write.acks)
+    return RecordVersion(dot.replica, dot.counter, write.written.context, write.acks, write.written.own)

@@ -222,7 +222,9 @@ class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
     value: bytes | None
     """``None`` deletes."""
     context: Dots
-    """What the caller had read; the write replaces exactly what this covers."""
+    """What the caller had read; the write replaces exactly what this covers, and ``own``."""
+    own: tuple[str, int] | None = None
+    """Dot of the caller's last write of the record, where no context can cover it (see ``RecordVersion``)."""
 
 
 class RecordPut(Message, frozen=True):
@@ -238,6 +240,9 @@ class RecordVersion(msgspec.Struct, frozen=True, array_like=True):
     context: Dots
     """Context after the write: hand it to the next put."""
     acks: int
+    own: bool = False
+    """The context cannot cover the write without hiding what its author has not seen; the next put replaces
+    it by naming its dot."""
 
 
 class RecordVersions(Message, frozen=True):

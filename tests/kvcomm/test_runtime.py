@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm.errors import Unavailable
+from kvcomm.errors import Refused, Unavailable
 from kvcomm.machine import (
     Answered,
     AskPeer,
@@ -116,6 +116,20 @@ def test_nobody_hears_a_reply_to_a_connection_that_ended() -> None:
         shell.runtime.deliver(Tick())
         assert shell.machine.events == [Received(ORIGIN, Ping()), Closed(ORIGIN.connection), Tick()]
         assert (replies, shell.stops) == ([], [])
+        await shell.close()
+
+    run(main)
+
+
+def test_a_caller_that_numbers_two_requests_alike_hurts_only_itself() -> None:
+    async def main() -> None:
+        shell = Shell(lambda event: [Reply(ORIGIN, Done())] if isinstance(event, Tick) else [])
+        replies: list[Message] = []
+        shell.runtime.received(ORIGIN, Ping(), lambda message, *_: replies.append(message))
+        with pytest.raises(Refused, match="number them apart"):
+            shell.runtime.received(ORIGIN, Ping(), lambda *_: None)
+        shell.runtime.deliver(Tick())
+        assert (replies, shell.stops) == ([Done()], [])
         await shell.close()
 
     run(main)

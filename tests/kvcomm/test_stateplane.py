@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from tests.kvcomm.test_blockplane import NAMESPACE, run
 class FakeRecords:
     answers: dict[bytes, RecordAnswer] = field(default_factory=dict)
     written: list[RecordWrite] = field(default_factory=list)
+    own: bool = False
 
     def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
         yield from ()
@@ -34,7 +36,7 @@ class FakeRecords:
         self.written += writes
         yield from ()
         return [
-            RecordVersion("a", len(self.written), {**write.context, "a": len(self.written)}, 1)
+            RecordVersion("a", len(self.written), {**write.context, "a": len(self.written)}, 1, self.own)
             for write in writes
         ]
 
@@ -86,6 +88,48 @@ def test_a_put_replaces_what_was_read_unless_told_otherwise() -> None:
         {"c": 9, "a": 4},
     ]
     assert records.written[-1].value is None
+
+
+def test_the_context_of_another_record_is_refused() -> None:
+    """Its counters would cover writes of this record that have yet to come."""
+    records = FakeRecords({b"n": RecordAnswer((b"old",), {"b": 4}, False)})
+    state = plane(records)
+    (read,) = run(state.get([b"n"]))
+    (written,) = run(state.put([(b"n", b"new", read.context)]))
+    for context in (read.context, written):
+        with pytest.raises(ValueError, match="says nothing about"):
+            run(state.put([(b"n", b"fine", None), (b"m", b"v", context)]))
+    assert len(records.written) == 1
+    run(state.put([(b"m", b"v", {}), (b"m", b"v", dict(written))]))
+
+
+def test_what_a_caller_does_to_a_context_is_not_remembered() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"old",), {"b": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n"]))[0].context["b"] = 900
+    run(state.put([(b"n", b"v", None)]))[0]["c"] = 900
+    run(state.put([(b"n", b"v", None)]))
+    assert [write.context for write in records.written] == [{"b": 4}, {"b": 4, "a": 1}]
+
+
+def test_the_own_write_is_named_where_the_context_cannot_cover_it() -> None:
+    records = FakeRecords(own=True)
+    state = plane(records)
+    run(state.put([(b"n", b"1", None)]))
+    (context,) = run(state.put([(b"n", b"2", None)]))
+    run(state.put([(b"n", b"3", context)]))
+    assert [write.own for write in records.written] == [None, ("a", 1), ("a", 2)]
+
+
+def test_a_context_that_another_thread_evicts_meanwhile_is_remembered() -> None:
+    class Crowded(OrderedDict[bytes, stateplane.Context]):
+        def __setitem__(self, name: bytes, context: stateplane.Context) -> None:
+            super().__setitem__(name, context)
+            self.pop(name)  # what an eviction in another thread may do at this moment
+
+    state = plane(FakeRecords({b"n": RecordAnswer((b"v",), {"x": 1}, False)}))
+    state._contexts = Crowded()
+    assert run(state.get([b"n"]))[0].values == (b"v",)
 
 
 def test_a_value_over_the_limit_writes_nothing() -> None:

@@ -64,7 +64,15 @@ class Faults:
 
 
 class Cluster:
-    def __init__(self, seed: int, names: str = "abc", faults: Faults | None = None, **quorums: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        names: str = "abc",
+        faults: Faults | None = None,
+        limits: ShardLimits | None = None,
+        **quorums: int,
+    ) -> None:
+        self.limits = limits or ShardLimits(request_timeout_s=1.0)
         self.draw = random.Random(seed)
         self.names = names
         self.faults = faults or Faults()
@@ -143,7 +151,7 @@ class Cluster:
             self.map,
             node_tenant=NODE_TENANT,
             origin_ms=1_700_000_000_000,
-            limits=ShardLimits(request_timeout_s=1.0),
+            limits=self.limits,
         )
 
     def _deliver(self, node: str, life: int, event: Event) -> None:

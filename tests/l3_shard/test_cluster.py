@@ -17,6 +17,7 @@ from kvcomm.wire.messages import (
     RecordWrite,
 )
 from l3_shard import dvv
+from l3_shard.desk import ShardLimits
 from tests.l3_shard.cluster import TENANT, Cluster, Faults
 
 
@@ -173,7 +174,8 @@ def test_the_checker_notices_a_replica_that_lost_its_state_and_kept_its_id():
 def test_a_damaged_record_is_replaced_from_its_peers_and_its_dots_are_not_reused():
     noticed = 0
     for seed in range(20):
-        cluster, history = Cluster(seed), History()
+        limits = ShardLimits(request_timeout_s=1.0, recent_bytes_max=0)  # so that disks are read
+        cluster, history = Cluster(seed, limits=limits), History()
         for client in range(3):
             Client(cluster, history, seed * 7 + client).act([b"key"], pace_s=0.15, count=15)
 

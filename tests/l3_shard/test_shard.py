@@ -17,7 +17,7 @@ from kvcomm.machine import (
     Tick,
     Ticket,
 )
-from kvcomm.version import ENTRIES_MAX
+from kvcomm.version import COUNTER_MAX, ENTRIES_MAX
 from kvcomm.wire.messages import (
     KEYS_MAX,
     VALUE_BYTES_MAX,
@@ -39,6 +39,7 @@ from kvcomm.wire.messages import (
     RingGet,
     Sibling,
 )
+from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.ring import NO_RING, decode_map, encode_map
 from l3_shard.shard import RECORD_KEY_BYTES_MAX, RingChanged, Shard, WallAdjusted
@@ -58,6 +59,7 @@ class Bench:
 
     def __init__(self, names: str = "abc", limits: ShardLimits | None = None, **quorums: int) -> None:
         self.map = ring_map(names, **quorums)
+        limits = limits or ShardLimits(recent_bytes_max=0)
         self.shard = Shard(
             ME, f"{DRAWN}.1", self.map, node_tenant=NODE_TENANT, origin_ms=1_000_000, limits=limits
         )
@@ -96,6 +98,12 @@ def owned_key(bench: Bench, place: int) -> bytes:
 def ticket_of(effect: Effect) -> Ticket:
     assert isinstance(effect, Load | Persist | Scan | AskPeer)
     return effect.ticket
+
+
+def asks_of(effects: list[Effect], *nodes: str) -> list[Ticket]:
+    """Tickets of the questions to each of ``nodes``, in their order."""
+    asks = [effect for effect in effects if isinstance(effect, AskPeer)]
+    return [ask.ticket for node in nodes for ask in asks if ask.node == node]
 
 
 def test_a_put_is_loaded_persisted_replicated_and_answered_at_the_quorum():
@@ -221,8 +229,10 @@ def test_a_full_disk_changes_nothing_and_the_shard_goes_on():
     (reply,) = bench.on(Persisted(ticket_of(persist), "full", "no space"))
     assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
     assert reply.message.code == "unavailable" and "full" in reply.message.text
-    (load,) = bench.ask(RecordGet(1, [b"k"]))
-    assert bench.on(Loaded(ticket_of(load), (None,))) == [Reply(origin(), RecordStates([None]))]
+    (load,) = bench.ask(put())
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)))
+    assert isinstance(persist, Persist)
+    assert persist.writes[0][1].context == ONE.context, "the dot was never given out"
 
 
 def test_a_failed_disk_ends_the_shard_and_acknowledges_nothing_more():
@@ -328,7 +338,7 @@ def test_too_many_requests_are_refused():
 
 
 def test_too_many_bytes_are_refused_and_come_free_again():
-    bench = Bench(write=1, limits=ShardLimits(held_bytes_max=1_000))
+    bench = Bench(write=1, limits=ShardLimits(held_bytes_max=1_000, recent_bytes_max=0))
     asks = durable(bench, put(bytes(200)))
     failure = bench.answer(put(bytes(400)), request=2)
     assert isinstance(failure, Failure) and "busy" in failure.text
@@ -368,8 +378,32 @@ def test_placement_does_not_depend_on_the_tenant():
 def test_a_get_with_a_quorum_of_one_asks_nobody():
     bench = Bench()
     (load,) = bench.ask(RecordGet(1, [owned_key(bench, place=0), b"k"]))
-    replies = bench.on(Loaded(ticket_of(load), (ONE, None)))
-    assert replies == [Reply(origin(), RecordStates([ONE, None]))]
+    replies = bench.on(Loaded(ticket_of(load), (ONE, OTHER)))
+    assert replies == [Reply(origin(), RecordStates([ONE, OTHER]))]
+
+
+def test_what_a_shard_lacks_is_looked_for_where_a_write_quorum_left_it():
+    """Its disk may be new: with W = 2 of 3 an acknowledged record is on one of any two replicas."""
+    bench = Bench()
+    key = owned_key(bench, place=0)
+    (load,) = bench.ask(RecordGet(1, [key]))
+    (to_c,) = asks_of(bench.on(Loaded(ticket_of(load), (None,))), "c")
+    reply, reload = sorted(bench.on(Answered(to_c, RecordStates([ONE]))), key=repr, reverse=True)
+    assert reply == Reply(origin(), RecordStates([ONE]))
+    (persist,) = bench.on(Loaded(ticket_of(reload), (None,)))
+    assert isinstance(persist, Persist) and persist.writes == ((TENANT + key, ONE),)
+
+
+def test_what_nobody_has_is_absent_and_what_nobody_else_could_say_is_degraded():
+    for answer, degraded in ((RecordStates([None]), False), (Failure("unavailable", ""), True)):
+        bench = Bench()
+        (load,) = bench.ask(RecordGet(1, [b"k"]))
+        to_b, to_c = bench.on(Loaded(ticket_of(load), (None,)))
+        assert bench.on(Answered(ticket_of(to_b), Failure("unavailable", ""))) == []
+        replies = bench.on(Answered(ticket_of(to_c), answer))
+        assert replies == [Reply(origin(), RecordStates([None], degraded))]
+    (load,) = (alone := Bench("a", replicas=1, write=1)).ask(RecordGet(1, [b"k"]))
+    assert alone.on(Loaded(ticket_of(load), (None,))) == [Reply(origin(), RecordStates([None]))]
 
 
 def test_who_stands_in_for_the_first_owner_reads_what_every_write_quorum_has_seen():
@@ -448,21 +482,83 @@ def test_an_unreadable_disk_asks_the_peers():
     bench = Bench()
     (load,) = bench.ask(RecordGet(1, [b"k"]))
     to_b, to_c = bench.on(Loaded(ticket_of(load), (), failure="EIO"))
-    bench.on(Answered(ticket_of(to_b), Failure("unavailable", "")))
+    assert bench.on(Answered(ticket_of(to_b), RecordStates([None]))) == [], "the other may have more"
     (reply,) = bench.on(Answered(ticket_of(to_c), RecordStates([ONE])))
     assert reply == Reply(origin(), RecordStates([ONE]))
+
+
+def test_one_witness_is_not_enough_where_our_own_copy_is_lost():
+    """Acknowledged by us and c, missed by b: b's word alone would hide the write and not even say so."""
+    bench = Bench()
+    (load,) = bench.ask(RecordGet(1, [b"k"]))
+    to_b, to_c = asks_of(bench.on(Loaded(ticket_of(load), (), failure="EIO")), "b", "c")
+    bench.on(Answered(to_b, RecordStates([None])))
+    (reply,) = bench.on(Answered(to_c, Failure("unavailable", "")))
+    assert reply == Reply(origin(), RecordStates([None], degraded=True))
 
 
 def test_a_damaged_record_is_read_from_peers_repaired_and_costs_the_replica_its_id():
     bench = Bench()
     (load,) = bench.ask(RecordGet(1, [b"k"]))
-    to_b, to_c = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
     assert bench.shard.replica == f"{DRAWN}.2" and bench.shard.counts().damaged_count == 1
-    reply, reload = sorted(bench.on(Answered(ticket_of(to_b), RecordStates([ONE]))), key=repr, reverse=True)
-    assert reply == Reply(origin(), RecordStates([ONE]))
+    for node in "bc":
+        for ask in asks_of(effects, node):
+            effects += bench.on(Answered(ask, RecordStates([ONE])))
+    assert Reply(origin(), RecordStates([ONE])) in effects
+    (reload,) = [effect for effect in effects if isinstance(effect, Load)]
     (persist,) = bench.on(Loaded(ticket_of(reload), (None,), damaged=(K,)))
-    assert persist == Persist(ticket_of(persist), ((K, ONE),), f"{DRAWN}.3")
-    assert bench.on(Answered(ticket_of(to_c), RecordStates([ONE]))) == []
+    assert persist == Persist(ticket_of(persist), ((K, ONE),), f"{DRAWN}.2")
+
+
+def test_a_damaged_record_that_nobody_can_repair_costs_one_id():
+    """Every id that writes is an entry in the vectors of what it writes, and those are bounded."""
+    bench = Bench("a", replicas=1, write=1)
+    for request in range(300):
+        (load,) = bench.ask(RecordGet(1, [b"k"]), request)
+        (reply,) = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+        assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert bench.shard.replica == f"{DRAWN}.2" and bench.shard.counts().damaged_count == 1
+
+
+def test_damage_in_place_of_a_record_that_nobody_has_is_overwritten():
+    bench = Bench()
+    (load,) = bench.ask(RecordGet(1, [b"k"]))
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    for node in "bc":
+        for ask in asks_of(effects, node):
+            effects += bench.on(Answered(ask, RecordStates([None])))
+    assert Reply(origin(), RecordStates([None])) in effects
+    (reload,) = [effect for effect in effects if isinstance(effect, Load)]
+    (persist,) = bench.on(Loaded(ticket_of(reload), (None,), damaged=(K,)))
+    assert isinstance(persist, Persist) and persist.writes == ((K, RecordState({}, [])),)
+    bench.on(Persisted(ticket_of(persist)))
+    (load,) = bench.ask(RecordGet(1, [b"k"]))
+    bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    assert bench.shard.replica == f"{DRAWN}.3", "damaged again after it was written under .2"
+
+
+def test_a_write_over_a_damaged_record_brings_back_what_the_others_have():
+    bench = Bench()
+    (load,) = bench.ask(put())
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    (ask,) = asks_of(effects, "b")
+    assert bench.on(Answered(ask, RecordStates([OTHER]))) == []
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (again,) = [effect for effect in effects if isinstance(effect, Persist)]
+    assert again.writes[0][1] == dvv.merge(persist.writes[0][1], OTHER)
+
+
+def test_a_counter_that_cannot_grow_is_refused_and_does_not_end_the_shard():
+    """A caller can write any context; at another replica this one counter looks as good as any."""
+    bench = Bench()
+    (load,) = bench.ask(put())
+    full = RecordState({f"{DRAWN}.1": COUNTER_MAX}, [])
+    (reply,) = bench.on(Loaded(ticket_of(load), (full,)))
+    assert (
+        isinstance(reply, Reply) and isinstance(reply.message, Failure) and reply.message.code == "conflict"
+    )
 
 
 def test_an_answer_too_big_for_one_message_is_refused_with_advice():
@@ -514,8 +610,8 @@ def test_a_fetch_shows_tombstones_and_says_when_something_is_damaged():
     deleted = RecordState({f"{DRAWN}.1": 2}, [Sibling(f"{DRAWN}.1", 2, STAMP, None)])
     bench = Bench()
     (load,) = bench.ask(RecordFetch(1, [K, TENANT + b"l"]), tenant=NODE_TENANT)
-    replies = bench.on(Loaded(ticket_of(load), (deleted, None), damaged=(TENANT + b"l",)))
-    assert replies == [Reply(origin(tenant=NODE_TENANT), RecordStates([deleted, None], degraded=True))]
+    reply, *_ = bench.on(Loaded(ticket_of(load), (deleted, None), damaged=(TENANT + b"l",)))
+    assert reply == Reply(origin(tenant=NODE_TENANT), RecordStates([deleted, None], degraded=True))
 
 
 # -- rings, clocks, scans
