@@ -57,6 +57,8 @@ class Forest:
 
     def mark_all(self) -> None:
         """Nothing is known (any more)."""
+        if len(self._marked) == LEAVES:
+            return
         self._trees.clear()
         self._dead.clear()
         for leaf in range(LEAVES):

@@ -196,9 +196,10 @@ class Lines:
             self._forget(key, line)
         return found
 
-    def persisted(self, event: Persisted) -> None:
-        """Storage answered a ``Persist``, ``durable`` or ``full``."""
-        for key in self._persists.pop(event.ticket):
+    def persisted(self, event: Persisted) -> tuple[bytes, ...]:
+        """Storage answered a ``Persist``, ``durable`` or ``full``; the records that it was about."""
+        keys = self._persists.pop(event.ticket)
+        for key in keys:
             line = self._lines[key]
             changes, line.writing = line.writing, []
             if event.outcome == "durable":
@@ -212,6 +213,7 @@ class Lines:
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
+        return keys
 
     @property
     def pending(self) -> bool:

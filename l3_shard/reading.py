@@ -32,6 +32,9 @@ class Query(NamedTuple):
     """Answers that make it not degraded, this shard's own included."""
     wide: int
     """Answers that meet every write quorum: needed when ours cannot be relied on."""
+    witness: bool = True
+    """Whether our own word counts as one: not while a new store has yet to learn what its predecessor
+    knew."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +101,7 @@ class Reading:
         """The states, if our own word is enough for all of them and we have it here: most gets are such."""
         states: list[RecordState] = []
         for query in queries:
-            state = self._lines.known(query.key) if query.need <= 1 else None
+            state = self._lines.known(query.key) if query.need <= 1 and query.witness else None
             if state is None or not (state.context or query.wide <= 1):
                 return None
             states.append(state)
@@ -121,8 +124,8 @@ class Reading:
         record.damaged = local.damaged
         if not local.damaged and not local.failure:
             record.own = local.state
-            self._learn(record, local.state)
-        if record.own is None or not record.own.context:
+            self._learn(record, local.state, counts=record.query.witness)
+        if record.own is None or not record.own.context or not record.query.witness:
             record.need = max(record.need, record.query.wide)
             if not record.asked and not record.decided:
                 self._ask(record.get, [record])
@@ -176,7 +179,7 @@ class Reading:
         self._desk.close(get.request, self._verdict(get))
 
     def _verdict(self, get: _Get) -> Message | KVCommError:
-        if not all(record.answer_count for record in get.records):
+        if not all(record.answer_count or record.state.context for record in get.records):
             return Unavailable("no replica could read the record; retry later")
         degraded = any(record.answer_count < record.need for record in get.records)
         return self._answer([record.state for record in get.records], degraded)

@@ -46,7 +46,7 @@ from l3_shard.hints import Hints
 from l3_shard.lines import Lines
 from l3_shard.merkle import DEPTH, FAN_OUT, LEAVES
 from l3_shard.notes import Notes
-from l3_shard.ring import Ring
+from l3_shard.ring import NO_RING, Ring
 from l3_shard.storage import Entry
 from l3_shard.timers import Timers
 from l3_shard.tombstones import Burial, Forget
@@ -126,6 +126,8 @@ class Repair:
         replicas: of a stored key, in order of preference; empty if we are none of them.
         wall_ms: what the wall clock shows.
         refused: hears every answer that was none.
+        last_counter: the largest counter of our own replica id in some states.
+        caught_up: hears that :attr:`caught_up` has become true.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
 
@@ -142,7 +144,8 @@ class Repair:
         replicas: Callable[[bytes], Sequence[str]],
         wall_ms: Callable[[], int],
         refused: Callable[[Message], None],
-        counters: Callable[[Sequence[RecordState]], int],
+        last_counter: Callable[[Sequence[RecordState]], int],
+        caught_up: Callable[[], None],
         stored: Mapping[bytes, bytes],
     ) -> None:
         self.caught_up = CAUGHT_UP in stored
@@ -153,7 +156,8 @@ class Repair:
         self._node, self._options = node, options
         self._desk, self._lines, self._notes, self._timers = desk, lines, notes, timers
         self._ring, self._replicas, self._wall_ms, self._refused = ring, replicas, wall_ms, refused
-        self._counters = counters
+        self._last_counter, self._tell_caught_up = last_counter, caught_up
+        self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
         self._removed_count = 0
         self._placement = stored.get(PLACEMENT)
@@ -296,10 +300,15 @@ class Repair:
         return delay_s * (0.75 + 0.5 * drawn)
 
     def _check_caught_up(self) -> None:
-        known = self._node in self._ring()
-        if not self.caught_up and known and all(each.compared for each in self._neighbours.values()):
+        """A cluster whose very first ring we hear has nothing yet that we could have lost."""
+        ring = self._ring()
+        first = self._new_cluster and ring.epoch == NO_RING.epoch + 1
+        self._new_cluster &= ring.epoch == NO_RING.epoch
+        known = self._node in ring and all(each.compared for each in self._neighbours.values())
+        if not self.caught_up and (first or known):
             self.caught_up = True
             self._notes.save(CAUGHT_UP, b"1")
+            self._tell_caught_up()
 
     # -- what goes on now and then
 
@@ -340,7 +349,7 @@ class Repair:
     ) -> None:
         """Remove records that are still exactly as given; ``done`` hears how many went.  The floor is durable
         first."""
-        self.floor = max(self.floor, self._counters(states))
+        self.floor = max(self.floor, self._last_counter(states))
         forgetting = _Forgetting(len(keys), partial(self._forgotten, done))
 
         def floor_known(durable: bool) -> None:
