@@ -22,6 +22,8 @@ class Scale:
     small_bytes: int
     large_bytes: int
     prefix_tokens: int
+    fill_bytes: int
+    """Put before puts are timed: more than the pool holds, so that it is as full as it is after a while."""
     processes: int
     """Fresh processes for what can be measured only once in each."""
 
@@ -34,6 +36,7 @@ FULL = Scale(
     small_bytes=64 * KIB,
     large_bytes=16 * MIB,
     prefix_tokens=2_048,
+    fill_bytes=5 << 29,
     processes=15,
 )
 SMOKE = Scale(
@@ -44,6 +47,7 @@ SMOKE = Scale(
     small_bytes=4 * KIB,
     large_bytes=256 * KIB,
     prefix_tokens=64,
+    fill_bytes=4 * MIB,
     processes=2,
 )
 """Says whether everything runs, not how fast."""

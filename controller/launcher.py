@@ -7,6 +7,7 @@ outlives its supervisor, whatever kills it.  Children write their output to one 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from controller.supervisor import NodeSpec
 
 STOP_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL when the cluster stops."""
+LAST_WORDS_BYTES_MAX = 2000
 
 
 class Launcher(Protocol):
@@ -35,6 +37,10 @@ class Launcher(Protocol):
         """End every node: politely, then not."""
         ...
 
+    def last_words(self, node: str) -> str:
+        """The end of what the node's newest process has printed; empty where it printed nothing."""
+        ...
+
 
 @dataclass(slots=True)
 class LocalLauncher:
@@ -43,10 +49,13 @@ class LocalLauncher:
     command: Callable[[NodeSpec], Sequence[str]]
     log_directory: Path
     _running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict, init=False)
+    _log_starts: dict[str, int] = field(default_factory=dict, init=False)
+    """Where in its log the newest process of a node begins."""
     _watchers: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     async def start(self, spec: NodeSpec, exited: Callable[[str, int], None]) -> int:
         with self.log_path(spec.node).open("ab") as log:
+            self._log_starts[spec.node] = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *self.command(spec),
                 stdin=asyncio.subprocess.PIPE,
@@ -72,6 +81,15 @@ class LocalLauncher:
             self._signal(process, signal.SIGKILL)
         if self._watchers:
             await asyncio.wait(self._watchers, timeout=STOP_GRACE_S)
+
+    def last_words(self, node: str) -> str:
+        try:
+            with self.log_path(node).open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_starts.get(node, end), end - LAST_WORDS_BYTES_MAX))
+                return log.read(LAST_WORDS_BYTES_MAX).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
 
     def log_path(self, node: str) -> Path:
         return self.log_directory / f"{node}.log"

@@ -4,13 +4,14 @@ wire."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from controller.launcher import Launcher
 from controller.supervisor import (
+    STARTS_MAX,
+    GiveUp,
     HandRing,
     IssueRing,
     KillNode,
@@ -21,10 +22,17 @@ from controller.supervisor import (
     StartNode,
     Supervisor,
 )
+from kvcomm.errors import KVCommError
 from kvcomm.machine import Effect, Event, Tick
 from kvcomm.wire.messages import RingMap
 
 REGISTRATION_POLL_S = 0.02
+
+
+class StartFailed(KVCommError):
+    """A node of the cluster cannot be started; the message says which and what it last said."""
+
+    code: ClassVar[str] = "start_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +64,16 @@ class SupervisorServer:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _broken: asyncio.Future[None] = field(init=False)
-    """Fails with the first error of a background task: our bug, so the supervisor stops and says why."""
+    """Fails with the first error of a callback or background task; the supervisor stops and says why."""
     _stopping: bool = field(default=False, init=False)
     _was_ready: bool = field(default=False, init=False)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Start the cluster and keep it; returns when ``stop`` is set and every node has ended."""
+        """Start the cluster and keep it; returns when ``stop`` is set and every node has ended.
+
+        Raises:
+            StartFailed: a node does not come up.
+        """
         stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         self._broken = asyncio.get_running_loop().create_future()
         self._deliver(Tick())
@@ -75,15 +87,21 @@ class SupervisorServer:
             self._broken.cancel()
             if self._timer:
                 self._timer.cancel()
-            await self.launcher.stop()
-            for task in list(self._tasks):
+            for task in self._tasks:  # first: one of them may be starting a process
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            await asyncio.gather(*self._tasks, return_exceptions=True)  # their errors went into _broken
+            await self.launcher.stop()
 
     def _deliver(self, event: Event) -> None:
+        """Also called from timers and from the launcher, where nobody would hear of an exception."""
         if self._stopping:
             return
+        try:
+            self._handle(event)
+        except Exception as error:
+            self._fail(error)
+
+    def _handle(self, event: Event) -> None:
         now = asyncio.get_running_loop().time()
         effects = self.supervisor.handle(event, now)
         self.on_event(event)
@@ -100,6 +118,12 @@ class SupervisorServer:
                 self._spawn(self._start(effect.spec))
             case KillNode():
                 self.launcher.kill(effect.node)
+            case GiveUp():
+                said = self.launcher.last_words(effect.node)
+                raise StartFailed(
+                    f"{effect.node} does not come up (code {effect.code}, {STARTS_MAX} times)"
+                    + (f"; it said:\n{said}" if said else "")
+                )
             case IssueRing():
                 self.write_ring(effect.ring)
             case HandRing():
@@ -118,7 +142,7 @@ class SupervisorServer:
         try:
             pid = await self.launcher.start(spec, exited)
         except OSError as error:
-            exited(spec.node, error.errno or 1)
+            self._deliver(NodeExited(spec.node, error.errno or 1, str(error)))
             return
         while not gone.is_set():
             found = self.registered(spec.node, pid)
@@ -139,7 +163,11 @@ class SupervisorServer:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._broken.done():
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._broken.done():
             self._broken.set_exception(error)
 
     def _set_timer(self) -> None:

@@ -11,6 +11,10 @@ because of a restart.  A dead shard stays in the map; its keys are served by its
 written down (``IssueRing``) before any node hears of it, so a restarted supervisor never issues the same
 number twice.
 
+A node that ends early :data:`STARTS_MAX` times in a row before the cluster was ever ready will not come up
+by trying once more (a wrong configuration, no shared memory, a port taken): the supervisor gives up, so that
+whoever started it hears why.  Once ready, a cluster is never given up: its other nodes still serve.
+
 The data path does not come here: with the supervisor gone, reads and writes go on under the last map.
 """
 
@@ -27,8 +31,9 @@ START_TIMEOUT_S = 20.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 HEALTHY_AFTER_S = 10.0
-"""A node that was up for so long starts again without back-off."""
+"""A node that was up for so long starts again without back-off; one that ends before has ended early."""
 RETRY_S = 0.25
+STARTS_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class NodeUp(Event):
 class NodeExited(Event):
     node: str
     code: int
+    reason: str = ""
+    """Why there never was a process, if so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,14 @@ class KillNode(Effect):
     """The node did not come up in time; its exit will be reported as ``NodeExited``."""
 
     node: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Effect):
+    """The cluster cannot be started: stop everything and say that ``node`` is why."""
+
+    node: str
+    code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,8 @@ class _Node:
     since: float = 0.0
     backoff_s: float = BACKOFF_FIRST_S
     restarts: int = 0
+    early_ends: int = 0
+    """In a row."""
     exit_code: int | None = None
     up: NodeUp | None = None
     ring_epoch: int = 0
@@ -137,6 +154,7 @@ class Supervisor:
     last_epoch: int = 0
     ring: RingMap | None = field(default=None, init=False)
     _nodes: dict[str, _Node] = field(init=False)
+    _was_ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._nodes = {spec.node: _Node(spec) for spec in self.specs}
@@ -155,6 +173,10 @@ class Supervisor:
                 pass
             case _:
                 raise TypeError(f"supervisor does not know {type(event).__name__}")
+        self._was_ready = self._was_ready or self.ready
+        hopeless = [node for node in self._nodes.values() if node.early_ends >= STARTS_MAX]
+        if hopeless and not self._was_ready:
+            return [GiveUp(node.spec.node, node.exit_code or 0) for node in hopeless[:1]]
         return [*self._start_due(now), *self._issue(), *self._hand_out(now)]
 
     def deadline(self) -> float | None:
@@ -195,7 +217,9 @@ class Supervisor:
 
     def _exited(self, node: _Node, code: int, now: float) -> None:
         if node.state == "up" and now - node.since >= HEALTHY_AFTER_S:
-            node.backoff_s = BACKOFF_FIRST_S
+            node.backoff_s, node.early_ends = BACKOFF_FIRST_S, 0
+        else:
+            node.early_ends += 1
         node.state, node.since, node.up, node.exit_code = "waiting", now, None, code
         node.ring_epoch, node.handing = 0, False
 

@@ -7,14 +7,14 @@ awaited.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from kvcomm.block import ROOT_LINEAGE, Buffer
-from kvcomm.client import DEADLINE_S
+from kvcomm.client import DEADLINE_S, deadline_after
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
@@ -68,9 +68,13 @@ class AsyncClient:
         extra: bytes = b"",
     ) -> AsyncIterator[Block]:
         """See ``Client.stream``."""
+        deadline = self._deadline(deadline_s)
         steps = self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra)
-        async for block in iterate_async(steps, self._peers, time.monotonic() + deadline_s):
-            yield block
+        # "async for" does not close what it iterates over: left to the garbage collector, an abandoned stream
+        # would keep its claims on blocks that others wait for.
+        async with aclosing(iterate_async(steps, self._peers, deadline)) as blocks:
+            async for block in blocks:
+                yield block
 
     async def publish(
         self,
@@ -107,15 +111,18 @@ class AsyncClient:
 
     async def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this event loop."""
-        if self._closed:
-            raise ValueError("this client is closed")
-        return await run_async(steps, self._peers, time.monotonic() + deadline_s)
+        return await run_async(steps, self._peers, self._deadline(deadline_s))
 
     async def close(self) -> None:
         """See ``Client.close``."""
         if not self._closed:
             self._closed = True
             await self._close()
+
+    def _deadline(self, deadline_s: float) -> float:
+        if self._closed:
+            raise ValueError("this client is closed")
+        return deadline_after(deadline_s)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -35,14 +35,6 @@ class Prefix:
     blocks: tuple[Block, ...]
     asked_count: int
 
-    @property
-    def tiers(self) -> dict[TierName, int]:
-        """Blocks by the tier that served them."""
-        counts: dict[TierName, int] = {"l1": 0, "l2": 0, "l3": 0}
-        for block in self.blocks:
-            counts[block.tier] += 1
-        return counts
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -8,7 +8,8 @@ publishes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.blockstore import BlockStore, Lease
@@ -18,6 +19,7 @@ from kvcomm.serve import ReplyFunction
 from kvcomm.wire.frames import discard
 from kvcomm.wire.messages import (
     KEYS_MAX,
+    SUSPECTS_MAX,
     BlockAbort,
     BlockCopies,
     BlockGet,
@@ -31,6 +33,7 @@ from kvcomm.wire.messages import (
     BlockReserve,
     BlockReserved,
     BlockStored,
+    BlockSuspect,
     Done,
     Grant,
     Message,
@@ -38,6 +41,8 @@ from kvcomm.wire.messages import (
     PinRange,
     Want,
 )
+
+T = TypeVar("T")
 
 BATCH_BYTES_MAX = 1 << 30
 """Copies that one get returns or one put brings."""
@@ -73,6 +78,8 @@ class BlockService:
         self._clock = clock
         self._region = region
         self._epoch = epoch
+        self.grant_counts: dict[str, int] = {}
+        """Reservations asked for since start, by the answer."""
         # Puts whose payload is being received.
         self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}
         self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
@@ -82,6 +89,7 @@ class BlockService:
             BlockLookup: self._lookup,
             BlockList: self._list,
             BlockPut: self._put,
+            BlockSuspect: self._suspect,
             PinOpen: self._open_pins,
         }
 
@@ -99,7 +107,7 @@ class BlockService:
         wants = _checked_wants(message.wants)
         if sum(want.copy_bytes for want in wants) != payload_bytes:
             raise Refused("the payload is not as long as the copies that the put names")
-        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        grants = self._grant(origin, wants)
         self._arriving[origin.connection, origin.request] = grants
         pieces: list[memoryview] = []
         for want, grant in zip(wants, grants, strict=True):
@@ -146,23 +154,34 @@ class BlockService:
 
     def _reserve(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockReserve)
+        self._require_region(origin)
         wants = _checked_wants(message.wants)
-        return BlockReserved(self._store.reserve(wants, origin.connection, origin.tenant, self._clock()))
+        return BlockReserved(self._grant(origin, wants))
+
+    def _grant(self, origin: Origin, wants: list[Want]) -> list[Grant]:
+        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        for grant in grants:
+            self.grant_counts[grant.status] = self.grant_counts.get(grant.status, 0) + 1
+        return grants
 
     def _publish(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockPublish)
-        return BlockPublished(
-            self._store.publish(message.tokens, origin.connection, self._clock(), verify=False)
-        )
+        tokens = _checked_count(message.tokens)
+        return BlockPublished(self._store.publish(tokens, origin.connection, self._clock(), verify=False))
 
     def _abort(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockAbort)
-        self._store.abort(message.tokens, origin.connection)
+        self._store.abort(_checked_count(message.tokens), origin.connection)
         return Done()
 
     def _lookup(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockLookup)
         return BlockPresence(bytes(self._store.present(_checked_keys(message.keys), origin.tenant)))
+
+    def _suspect(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, BlockSuspect)
+        self._store.quarantine(_checked_keys(message.keys, SUSPECTS_MAX), origin.tenant)
+        return Done()
 
     def _list(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockList)
@@ -171,7 +190,14 @@ class BlockService:
 
     def _open_pins(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, PinOpen)
+        self._require_region(origin)
         return PinRange(*self._store.open_pins(origin.connection, max(0, message.slots)))
+
+    def _require_region(self, origin: Origin) -> None:
+        """One-sided work is for those who have the region: others would empty it with a few words, and
+        could write nothing into what they got."""
+        if not self._region(origin.tenant):
+            raise Refused("this server's memory is not shared with this tenant; put blocks with BlockPut")
 
 
 class _Leases:
@@ -198,10 +224,14 @@ class _Leases:
             lease.release()
 
 
-def _checked_keys(keys: Sequence[bytes]) -> list[BlockKey]:
-    if len(keys) > KEYS_MAX:
-        raise TooLarge(f"{len(keys)} keys in one request, over {KEYS_MAX}; split the batch")
-    if any(len(key) != KEY_BYTES for key in keys):
+def _checked_count(items: list[T], count_max: int = KEYS_MAX) -> list[T]:
+    if len(items) > count_max:
+        raise TooLarge(f"{len(items)} items in one request, over {count_max}; split the batch")
+    return items
+
+
+def _checked_keys(keys: list[bytes], count_max: int = KEYS_MAX) -> list[BlockKey]:
+    if any(len(key) != KEY_BYTES for key in _checked_count(keys, count_max)):
         raise Refused(f"a block key has {KEY_BYTES} bytes")
     return [BlockKey(key) for key in keys]
 

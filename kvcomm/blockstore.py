@@ -76,9 +76,10 @@ class BlockStore(Protocol):
         """A published copy, or ``None``; counts as a use for eviction."""
         ...
 
-    def quarantine(self, key: BlockKey) -> None:
-        """A reader found this copy damaged: hide it and do not hand its slot out while anyone may look at
-        it."""
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        """Somebody got damaged copies of these: verify the tenant's copies here, as many as a bounded time
+        allows, and hide those that are damaged.  Their slots are not handed out while anyone may look at
+        them."""
         ...
 
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +23,17 @@ T = TypeVar("T")
 
 DEADLINE_S = 5.0
 """Default bound of every call, seconds."""
+DEADLINE_S_MAX = 86_400.0
+"""No call may wait longer than a day: what is meant as "for ever" hangs an agent instead of telling it."""
 
 
 class Client:
     """One agent process's door to the cluster.
 
     Every call takes ``deadline_s``.  When it passes, block operations give what they have (a shorter prefix,
-    a failed status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.
+    a failed status) and state operations raise ``Unavailable`` or ``OutcomeUnknown``.  0 s is allowed: what
+    needs no I/O is done.  Raises ``ValueError`` for anything over a day or not a number, and when the client
+    is closed.
     """
 
     def __init__(
@@ -66,9 +71,13 @@ class Client:
         lineage: bytes = ROOT_LINEAGE,
         extra: bytes = b"",
     ) -> Iterator[Block]:
-        """Like :meth:`fetch`, one verified block at a time, in order, as they arrive."""
+        """Like :meth:`fetch`, one verified block at a time, in order, as they arrive.
+
+        The deadline counts from this call and includes what the caller does between blocks.
+        """
+        deadline = self._deadline(deadline_s)
         steps = self._operations.fetch(namespace, tokens, lineage=lineage, extra=extra)
-        yield from iterate_blocking(steps, self._peers, time.monotonic() + deadline_s)
+        return iterate_blocking(steps, self._peers, deadline)
 
     def publish(
         self,
@@ -105,15 +114,18 @@ class Client:
 
     def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this thread."""
-        if self._closed:
-            raise ValueError("this client is closed")
-        return run_blocking(steps, self._peers, time.monotonic() + deadline_s)
+        return run_blocking(steps, self._peers, self._deadline(deadline_s))
 
     def close(self) -> None:
         """Give back connections and pins; views that are still in use stay readable.  Idempotent."""
         if not self._closed:
             self._closed = True
             self._close()
+
+    def _deadline(self, deadline_s: float) -> float:
+        if self._closed:
+            raise ValueError("this client is closed")
+        return deadline_after(deadline_s)
 
     def __enter__(self) -> Client:
         return self
@@ -122,6 +134,13 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def deadline_after(deadline_s: float) -> float:
+    """Absolute monotonic seconds.  Raises ``ValueError`` for a wait that would have no end."""
+    if not (math.isfinite(deadline_s) and 0 <= deadline_s <= DEADLINE_S_MAX):
+        raise ValueError(f"deadline_s must be 0 to {DEADLINE_S_MAX:.0f} seconds, got {deadline_s}")
+    return time.monotonic() + deadline_s
 
 
 @dataclass(frozen=True, slots=True)

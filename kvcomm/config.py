@@ -218,7 +218,7 @@ class CacheConfig:
         share_of="l2_size_bytes",
     )  # fmt: skip
     l3_size_bytes: int = _setting(
-        "l3_size", _bytes_or_share, "10%",
+        "l3_size", _bytes_or_share, "5%",
         "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
         "are evicted.",
     )  # fmt: skip
@@ -305,7 +305,8 @@ class StorageConfig:
 
     directory: str = _setting(
         "directory", _text, "",
-        "Where shards keep their records. Empty: inside the instance's own directory, which is removed with "
+        "Where shards keep their records, and the instance's secret with them: record names are made with "
+        "it. Empty: inside the instance's own directory, which is removed with "
         "the instance and may not survive a reboot.",
     )  # fmt: skip
     fsync: Literal["always", "interval", "never"] = _setting(

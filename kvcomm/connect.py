@@ -3,7 +3,7 @@
 Which cluster?  The first of these that is given:
 
 1. ``address=`` (``tcp://host:port`` of any shard) or ``instance=`` (a cluster on this host, by name);
-2. ``KVCOMM_ADDRESS`` or ``KVCOMM_INSTANCE`` in the environment;
+2. ``KVCOMM_ADDRESS``, else ``KVCOMM_INSTANCE`` in the environment (empty = not set);
 3. the instance ``default``, if ``kvcomm up`` runs it on this host;
 4. an embedded cluster: real processes of our own, gone when this process is.
 
@@ -14,16 +14,19 @@ made from the secret of a local instance (whoever can read its directory is its 
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
-from kvcomm.errors import KVCommError, Unauthenticated, Unavailable, failure_to_error
+from kvcomm.errors import ConfigError, KVCommError, Refused, Unauthenticated, Unavailable, failure_to_error
 from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from kvcomm.config import Config
     from kvcomm.embedded import Embedded
     from kvcomm.instance import Instance
+    from l1.tier import L1Tier
 
 # What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
@@ -49,6 +53,7 @@ PIN_SLOTS = 1024
 """Views of pool memory that one client can hold; what is over is copied."""
 CONNECT_DEADLINE_S = 60.0
 """Enough to start an embedded cluster on a busy machine."""
+RING_POLL_S = 0.05
 
 
 def connect(
@@ -67,7 +72,8 @@ def connect(
         embed: whether to start an embedded cluster when no other is found.
 
     Raises:
-        ConfigError: the configuration cannot be used.
+        ConfigError: the configuration or its token file cannot be used, or both an address and an instance
+            are named.
         Unavailable: no cluster found (``embed=False``), or it did not answer in time.
         Unauthenticated: it does not know our token.
     """
@@ -136,7 +142,7 @@ class _Door:
     """The way into one cluster."""
 
     seeds: tuple[str, ...]
-    """Addresses of nodes that know the ring, nearest first."""
+    """Addresses of shards: they know the ring."""
     token: str
     local: bool
     """The cluster's nodes run on this host: unix sockets and shared memory can be reached."""
@@ -169,10 +175,13 @@ def _find(
 ) -> _Door:
     from kvcomm.instance import Instance
 
+    if address is not None and instance is not None:
+        raise ConfigError("name the cluster by address or by instance, not by both")
     token = token or os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
     if address is None and instance is None:
-        address, instance = os.environ.get(ADDRESS_VARIABLE), os.environ.get(INSTANCE_VARIABLE)
-    if address:
+        address = os.environ.get(ADDRESS_VARIABLE) or None
+        instance = None if address else os.environ.get(INSTANCE_VARIABLE) or None
+    if address is not None:
         if token is None:
             raise Unavailable(
                 f"a cluster at {address} needs a token: pass token=, set {TOKEN_VARIABLE}, "
@@ -204,14 +213,23 @@ def _incarnation() -> Incarnation:
 
 def _token_from(settings: Config) -> str | None:
     path = settings.security.token_file
-    return Path(path).read_text().strip() if path else None
+    if not path:
+        return None
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"security.token_file {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    if not token:
+        raise ConfigError(f"security.token_file {path} is empty")
+    return token
 
 
 def _door_of(instance: Instance, settings: Config, token: str | None, embedded: Embedded | None) -> _Door:
-    nodes = instance.nodes()
-    seeds = [node.addresses[0] for node in sorted(nodes, key=lambda node: node.role != "shard")]
+    seeds = [node.addresses[0] for node in instance.nodes() if node.role == "shard"]
     if not seeds:
-        raise Unavailable(f"no node of instance {instance.name!r} is running; start it with 'kvcomm up'")
+        raise Unavailable(f"no shard of instance {instance.name!r} is running; start it with 'kvcomm up'")
     return _Door(
         tuple(seeds), token or instance.credentials().token(settings.security.tenant), True, embedded
     )
@@ -223,14 +241,20 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     from l2_rdma.tier import L2Tier
     from l3_shard.tier import L3Tier
 
-    ring, tenant = _greet(door, peers, deadline)
     cache, network = settings.cache, settings.network
+    ring, tenant = _greet(door, peers, deadline, network.request_timeout_s)
+    _watch_forks()  # not before l2_rdma is imported: its pins must hear of a fork first
     near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, negative_entries=cache.l1_negative_entries)
+    _nears.add(near)
     pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
     l2: L2Tier | None = None
     if pool is not None and "shm" in network.transports:
         l2 = L2Tier(
-            pool, identity, zero_copy_threshold_bytes=network.zero_copy_threshold_bytes, pin_slots=PIN_SLOTS
+            pool,
+            identity,
+            zero_copy_threshold_bytes=network.zero_copy_threshold_bytes,
+            pin_slots=PIN_SLOTS,
+            request_timeout_s=network.request_timeout_s,
         )
     l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
     tally = Tally(Metrics("client"), time.monotonic)
@@ -242,8 +266,14 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         if l2 is not None:
             l2.close()
 
+    taking_over = threading.Lock()  # else an older look could come after a newer one and turn a counter back
+
     def counted() -> dict[str, float]:
         """What the tiers count themselves is taken over when somebody looks."""
+        with taking_over:
+            return take_over()
+
+    def take_over() -> dict[str, float]:
         counter, first = tally.metrics.counter, near.stats()
         counter("kvcomm_negative_hits_total").advance_to(first.absent_hits_total)
         counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
@@ -260,25 +290,53 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     return _Parts(operations, counted, close)
 
 
-def _greet(door: _Door, peers: Peers, deadline: float) -> tuple[RingMap, TenantDigest]:
-    """The newest map that the first answering seed has, and who we are to the cluster."""
-    failures: list[str] = []
-    for seed in door.seeds:
-        try:
-            welcome = peers.welcome(seed, deadline)
-            return run_blocking(_ring(seed), peers, deadline), TenantDigest(welcome.tenant)
-        except Unauthenticated:
-            raise
-        except KVCommError as error:
-            failures.append(error.message)
-    raise Unavailable(f"no node answers: {'; '.join(failures)}")
+_nears: weakref.WeakSet[L1Tier] = weakref.WeakSet()
 
 
-def _ring(seed: str) -> Steps[RingMap]:
-    (answer,) = yield from ask_all([Ask(seed, RingGet())])
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for near in list(_nears):
+        near.forked()
+
+
+def _greet(door: _Door, peers: Peers, deadline: float, timeout_s: float) -> tuple[RingMap, TenantDigest]:
+    """The map that the first answering seed has, and who we are to the cluster.
+
+    Shards answer before they have been given a ring: a cluster that is just being started is waited for.
+    """
+    while True:
+        failures: list[str] = []
+        starting = False
+        for seed in door.seeds:
+            greeted = False
+            try:
+                welcome = peers.welcome(seed, deadline)
+                if welcome.role != "shard":
+                    raise Refused(f"{seed} is a {welcome.role}, which does not know the ring; name a shard")
+                greeted = True
+                ring = run_blocking(_ring(seed, timeout_s), peers, deadline)
+                return ring, TenantDigest(welcome.tenant)
+            except Unauthenticated:
+                raise
+            except KVCommError as error:
+                starting = starting or (greeted and isinstance(error, Unavailable))
+                failures.append(error.message)
+        if not starting or time.monotonic() + RING_POLL_S >= deadline:
+            raise Unavailable(f"no node answers: {'; '.join(failures)}")
+        time.sleep(RING_POLL_S)
+
+
+def _ring(seed: str, timeout_s: float) -> Steps[RingMap]:
+    (answer,) = yield from ask_all([Ask(seed, RingGet(), timeout_s=timeout_s)])
     match answer.message:
         case RingMap():
             return answer.message
         case Failure():
             raise failure_to_error(answer.message.code, answer.message.text, answer.message.detail)
-    raise Unavailable(f"{seed} does not know the ring; name a shard")
+    raise Refused(
+        f"{seed} answers {type(answer.message).__name__} when asked for the ring; use equal versions"
+    )

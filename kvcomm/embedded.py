@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from kvcomm.errors import Unavailable
@@ -25,7 +26,9 @@ class Embedded:
 
     def __init__(self, process: subprocess.Popen[bytes], instance: str) -> None:
         self._process = process
+        self._owner = os.getpid()
         self.instance = instance
+        _running.add(self)
 
     @staticmethod
     def start(instance: str, config: str | Path | None, deadline: float) -> Embedded:
@@ -37,38 +40,61 @@ class Embedded:
         command = [sys.executable, "-m", "kvcomm.cli", "up", "--instance", instance, "--lifeline"]
         if config is not None:
             command += ["--config", str(config)]
-        with (
-            tempfile.TemporaryFile() as said
-        ):  # a file, not a pipe: nobody reads along while the cluster runs
+        with tempfile.TemporaryFile() as said:  # not a pipe: nobody reads along while the cluster runs
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True
             )
             embedded = Embedded(process, instance)
-            if _line_arrives(process, deadline):
-                return embedded
+            try:
+                if _line_arrives(process, deadline):
+                    return embedded
+            except BaseException:
+                embedded.stop()
+                raise
             embedded.stop()
             said.seek(0)
             text = said.read()[-4000:].decode(errors="replace").strip()
         raise Unavailable(f"the embedded cluster did not come up: {text or 'it printed nothing'}")
 
     def stop(self) -> None:
-        """Close the pipe and wait for the cluster's end."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                pipe.close()
+        """Close the pipe and wait for the cluster's end.  In a forked child nothing happens: the cluster is
+        its parent's."""
+        self.close_pipes()
+        if os.getpid() != self._owner:
+            return
         try:
             self._process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its nodes notice the closed pipe by themselves
             self._process.wait()
 
+    def close_pipes(self) -> None:
+        """Let go of our ends; the cluster ends when no process holds them any more."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
+
+
+_running: weakref.WeakSet[Embedded] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child must not keep its parent's cluster alive by holding a copy of the pipe."""
+    for embedded in list(_running):
+        embedded.close_pipes()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
 
 def _line_arrives(process: subprocess.Popen[bytes], deadline: float) -> bool:
     """Whether the process says that it is ready before it ends or the time is up."""
     assert process.stdout is not None
     said = b""
+    poll = select.poll()  # not select.select, which takes no descriptor above 1023
+    poll.register(process.stdout, select.POLLIN)
     while not said.endswith(READY_LINE):
-        readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        readable = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         chunk = os.read(process.stdout.fileno(), 4096) if readable else b""
         if not chunk:
             return False

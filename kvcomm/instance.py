@@ -205,6 +205,32 @@ class Instance:
             raise Refused(f"{path} is damaged: not {SECRET_BYTES} bytes; remove the instance and start again")
         return content
 
+    def keep_secret_in(self, directory: Path) -> None:
+        """Let the secret last as long as the records in ``directory``: their names are made with it, so under
+        another one nobody finds them.  What is kept there already becomes this instance's, if it is new.
+
+        Raises:
+            ConfigError: the directory holds another instance's records, or cannot be used.
+            Refused: others may read the secret there.
+        """
+        kept = directory / "secret"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not kept.exists():
+                _write_whole(kept, self.secret())
+            if kept.stat().st_mode & 0o077:
+                raise Refused(f"{kept} can be read by others; a secret that others know protects nothing")
+            secret = kept.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"storage.directory {directory}: {error.strerror}") from error
+        if len(secret) != SECRET_BYTES:
+            raise ConfigError(f"{kept} is damaged: not {SECRET_BYTES} bytes")
+        if secret == self.secret():
+            return
+        if self.ring() is not None:
+            raise ConfigError(f"storage.directory {directory} holds the records of another instance")
+        _write_whole(self.directory / "secret", secret)
+
     def credentials(self) -> Credentials:
         """For checking and making tokens; raises as :meth:`secret`."""
         return Credentials(self.secret())

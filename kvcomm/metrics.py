@@ -85,6 +85,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def advance_to(self, other: Histogram) -> None:
+        """Take over what is observed elsewhere."""
+        assert other.bounds == self.bounds and other.count >= self.count, "a histogram went back"
+        self.counts[:], self.sum = other.counts, other.sum
+
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -311,13 +316,15 @@ DEFINITIONS: tuple[Definition, ...] = (
     # a shard's records
     Definition(
         "kvcomm_replication_acks_total", "counter", _SHARD,
-        "Answers of other replicas to writes that this shard coordinates.", {"outcome": ("acked", "failed")},
+        "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
+        {"outcome": ("acked", "failed")},
     ),
     Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",
     ),
     Definition(
-        "kvcomm_fsync_seconds", "histogram", _SHARD, "How long that took.",
+        "kvcomm_fsync_seconds", "histogram", _SHARD,
+        "How long that took; with `fsync: always` the write before it included.",
     ),
 )  # fmt: skip
 

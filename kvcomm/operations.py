@@ -5,6 +5,7 @@ The blocking face (``kvcomm.client``) and the asyncio face (``kvcomm.aio``) run 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import Block, BlockCopy, TierName
 from kvcomm.wire.messages import Dots
+
+NAMESPACES_MAX = 1024
+"""Bound namespaces remembered; one that was forgotten is bound again, which costs a hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,8 @@ class Operations:
         self._state = state
         self._tenant = tenant
         self._producer = producer
-        self._bound: dict[NamespaceId, Namespace] = {}
-        """Namespaces used so far, by the id the caller's object has: binding hashes the whole identity."""
+        self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
+        """Namespaces bound lately, by the id the caller's object has: binding hashes the whole identity."""
 
     def fetch(
         self,
@@ -220,6 +224,8 @@ class Operations:
                     "the namespace belongs to another tenant; leave .tenant empty, the cluster derives it"
                 )
             bound = self._bound[namespace.id] = namespace.for_tenant(self._tenant)
+            while len(self._bound) > NAMESPACES_MAX:
+                self._bound.popitem(last=False)
         return bound
 
     def state(self) -> StatePlane:
@@ -228,7 +234,8 @@ class Operations:
         return self._state
 
     def _namespace_of(self, head: Manifest | None, namespace: Namespace | None) -> Namespace:
-        used = {bound.id: bound for bound in self._bound.values()}
+        # list() first: it copies at once, while other threads may bind namespaces of their own.
+        used = {bound.id: bound for bound in list(self._bound.values())}
         if namespace is not None:
             namespace = self.bind(namespace)
         elif head is not None:
@@ -281,13 +288,19 @@ class Operations:
 
 
 def _payload(namespace: Namespace, block: Buffer) -> memoryview:
-    """The block's bytes as a flat view.  Raises ``PayloadError`` for a wrong size or a view with gaps."""
+    """The block's bytes as a flat view: of bytes, arrays, ctypes, memoryviews of any shape and format.
+
+    Raises ``PayloadError`` for a wrong size, a view with gaps, or numbers in foreign byte order.
+    """
     try:
         view = memoryview(block)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: an array whose dtype no buffer can describe
         raise PayloadError(
-            f"a block is a bytes-like buffer (tensors: their numpy() view); {error}"
+            "a block is a bytes-like buffer (tensors: view(torch.uint8).numpy(); arrays of a foreign dtype: "
+            f'view("u1")); {error}'
         ) from error
+    if view.format[:1] in (">", "!") and view.itemsize > 1:
+        raise PayloadError(f"a block's numbers are little-endian, got format {view.format!r}; convert them")
     if not view.c_contiguous or view.nbytes != namespace.block_bytes:
         raise PayloadError(
             f"a block of this namespace is {namespace.block_bytes} contiguous bytes, shape "

@@ -4,8 +4,9 @@ Theory of operation.  Every accepted connection first says ``Hello``: protocol, 
 checked, and only then its messages reach the :class:`Service`, under an :class:`Origin` whose tenant the
 server derived.  Bounds before trust: until ``Hello`` was accepted a peer may send a few KiB within a few
 seconds.  After that a connection is read only while its unanswered requests and its unsent bytes are below
-their bounds (one read, 64 KiB of requests, may overshoot them). What one peer does wrong closes its own
-connection and nothing else.
+their bounds (one read, 64 KiB of requests, may overshoot them).  A request's number is its own until it is
+answered: services go by it, so a second request with the same number ends the connection before they see it.
+What one peer does wrong closes its own connection and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvcomm.block import Buffer, Incarnation
 from kvcomm.credentials import Credentials
-from kvcomm.errors import KVCommError, Refused, TooLarge
+from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge
 from kvcomm.machine import ConnectionId, Origin
 from kvcomm.rpc.session import KEY_VECTOR
 from kvcomm.rpc.sockets import listen, tune
@@ -134,6 +135,8 @@ class DataServer:
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
+        self.request_counts: dict[type[Message], int] = {}
+        """Requests received since start, by message; a plain dictionary, taken over when somebody looks."""
 
     @property
     def connection_count(self) -> int:
@@ -214,7 +217,7 @@ class _Accepted:
         self._outbox = Outbox()
         self._origin: Origin | None = None
         self._refused: dict[int, KVCommError] = {}
-        self._outstanding = 0
+        self._unanswered: set[int] = set()
         self._corked = False
         self._ended = False
         loop = asyncio.get_running_loop()
@@ -247,7 +250,7 @@ class _Accepted:
             if left is not None:
                 left()
             return
-        self._outstanding -= 1
+        self._unanswered.remove(number)
         try:
             frame = encode_frame(number, message, payload)
         except TooLarge as error:
@@ -299,7 +302,10 @@ class _Accepted:
         self._outbox.put(encode_frame(frame.request, welcome))
 
     def _request(self, origin: Origin, frame: Frame) -> None:
-        self._outstanding += 1
+        kind, counts = type(frame.message), self._server.request_counts
+        counts[kind] = counts.get(kind, 0) + 1
+        if not frame.payload:  # else it began when its payload did
+            self._begin(frame.request)
         reply = _Reply(self, frame.request)
         try:
             if frame.request in self._refused:
@@ -313,6 +319,7 @@ class _Accepted:
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
         assert self._origin is not None, "no payload is taken before Hello"
+        self._begin(number)
         try:
             pieces = self._service.sink(self._asked(self._origin, number), message, payload_bytes)
             if pieces is None and payload_bytes > UNPLACED_BYTES_MAX:
@@ -322,13 +329,21 @@ class _Accepted:
             return discard(payload_bytes)
         return pieces
 
+    def _begin(self, number: int) -> None:
+        if number in self._unanswered:
+            raise Corrupt(f"request {number} is not answered yet, and its number is used again")
+        self._unanswered.add(number)
+
     @staticmethod
     def _asked(caller: Origin, number: int) -> Origin:
         return Origin(caller.connection, number, caller.tenant, caller.caller)
 
     def _regulate(self) -> None:
         """Read only what can be answered."""
-        if self._outstanding < self._server.outstanding_max and self._outbox.unsent_bytes < HIGH_WATER_BYTES:
+        if (
+            len(self._unanswered) < self._server.outstanding_max
+            and self._outbox.unsent_bytes < HIGH_WATER_BYTES
+        ):
             self._stream.resume_reading()
         else:
             self._stream.pause_reading()

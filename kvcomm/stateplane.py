@@ -92,7 +92,7 @@ def _quoted(part: str) -> str:
 
 class StatePlane:
     """Operations on records.  One plane may be used by many threads: the only shared state is the context
-    memory, whose single operations are atomic."""
+    memory, and no thread relies on what another may have dropped from it."""
 
     def __init__(self, records: Records, tally: Tally) -> None:
         self._records = records
@@ -102,7 +102,7 @@ class StatePlane:
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
         """Read records in one batch; absent ones have no values."""
         reading = self._records.record_get(names)
-        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading)
+        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading, len(names))
         found: list[StateValue] = []
         for name, answer in zip(names, answers, strict=True):
             self._tally.read(answer)
@@ -126,7 +126,7 @@ class StatePlane:
                 raise TooLarge(f"record {name!r}: {len(value)} bytes is over the limit of {VALUE_BYTES_MAX}")
         batch = [self._write(name, value, context) for name, value, context in writes]
         writing = self._records.record_put(batch)
-        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing)
+        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
         self._tally.wrote(len(versions))
         contexts: list[Context] = []
         for write, version in zip(batch, versions, strict=True):
@@ -137,7 +137,9 @@ class StatePlane:
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
-        return (yield from self._tally.timed("record_scan", self._records.record_scan(prefix)))
+        found = yield from self._tally.timed("record_scan", self._records.record_scan(prefix))
+        self._tally.scanned(len(found))
+        return found
 
     def manifest(self, name: bytes) -> Steps[Manifest | None]:
         """The head of a context; ``None`` when there is none.

@@ -57,15 +57,22 @@ class Tally:
     def wrote(self, count: int) -> None:
         self._wrote.add(count)
 
-    def timed(self, operation: str, steps: Steps[T]) -> Steps[T]:
-        """Run ``steps`` and note how long it took the caller; a failed record operation is counted too."""
+    def scanned(self, count: int) -> None:
+        self.metrics.counter("kvcomm_record_operations_total", operation="scan", outcome="ok").add(count)
+
+    def timed(self, operation: str, steps: Steps[T], record_count: int = 1) -> Steps[T]:
+        """Run ``steps`` and note how long it took the caller; where it fails, so do its ``record_count``
+        records."""
         begin = self._clock()
         try:
             return (yield from steps)
         except KVCommError:
             if operation.startswith("record_"):
                 kind = operation.removeprefix("record_")
-                self.metrics.counter("kvcomm_record_operations_total", operation=kind, outcome="failed").add()
+                failed = self.metrics.counter(
+                    "kvcomm_record_operations_total", operation=kind, outcome="failed"
+                )
+                failed.add(record_count)
             raise
         finally:
             self._histogram(operation).observe(self._clock() - begin)

@@ -152,6 +152,23 @@ class L1Tier:
         """Forget all blocks: the end of every pin that only this cache held."""
         self.discard(self.keys())
 
+    def forked(self) -> None:
+        """In a forked child: forget all blocks, readers and the lock; what was counted stays.
+
+        The pins of the views are the parent's, who may end them while the child still reads, and neither the
+        readers that load nor the thread that may have held the lock are here.  To be called when the pins
+        know of the fork already: here the views die.
+        """
+        lru, flights = self._lru, self._flights
+        self._gate = _Gate(self._see_out)
+        self._lru, self._pinned_bytes = Lru(lru.capacity_bytes), 0
+        self._lru.hits, self._lru.misses = lru.hits, lru.misses
+        self._lru.evicted, self._lru.refused = lru.evicted, lru.refused
+        self._flights = Flights(stall_s=flights.stall_s, attempts_max=flights.attempts_max)
+        self._flights.led, self._flights.followed = flights.led, flights.followed
+        self._flights.handed_over, self._flights.stalled = flights.handed_over, flights.stalled
+        self._waiting = {}
+
     def keys(self) -> list[BlockKey]:
         """What is here, in the order in which it would be evicted."""
         return self._keys(self._lru)

@@ -21,6 +21,7 @@ grace period, far longer than a store stays in a store buffer: see :func:`grace_
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import threading
 
@@ -63,4 +64,11 @@ def _membarrier(command: int) -> bool:
     )
 
 
+def _after_fork_in_child() -> None:
+    """Another thread may have been inside the fence: the child has the taken lock, and not the thread."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -62,10 +62,6 @@ class HazardTable:
     def client_count(self) -> int:
         return len(self._ranges)
 
-    @property
-    def orphan_count(self) -> int:
-        return len(self._orphans)
-
     def open(self, holder: int, wanted: int) -> HazardRange | None:
         """A range for ``holder``, at most ``wanted`` and an eighth of the table long, shorter when little is
         left; ``None`` when nothing is, or when it has one already."""

@@ -152,7 +152,7 @@ def plan_layout(
     if slab_count < 1:
         raise ConfigError(
             f"a pool of {region_bytes} bytes has no room for one slab of {slab_bytes} bytes; "
-            "raise cache.l2_size"
+            "raise cache.l2_size (a pool's) or cache.l3_size (a shard's)"
         )
     return RegionLayout(
         region_bytes,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,13 +58,16 @@ from l2_rdma.layout import (
 from l2_rdma.sieve import Sieve
 
 LOOK_INTERVAL_S = 0.25
-"""Readers speak to the owner through memory (suspects, marks, hazards), so it looks at least so often."""
-RESCAN_INTERVAL_S = 0.02
-"""While something waits to be unpinned."""
+"""Readers speak to the owner through memory (suspects, marks, hazards), so it looks so often.  Who needs a
+slot does not wait for it: a reserve looks for slots that have become free itself."""
 REBALANCE_INTERVAL_S = 1.0
 EVICT_BATCH = 16
+SLABS_COMPARED = 4
+"""Slabs of a class that are weighed against each other when one must be emptied."""
 RESERVE_SHARE = 64
 """One slot in so many is kept free."""
+INSPECT_BYTES_MAX = 64 << 20
+"""Suspected copies that are verified at a time, about 10 ms (the last one may overshoot)."""
 ANY_TENANT = b""
 """As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own
 nodes)."""
@@ -171,6 +174,7 @@ class Owner:
         self._reserved_bytes = 0
         self._evicted_count = 0
         self._quarantined_count = 0
+        self._slabs_compared = 0
         self._class_evictions: dict[int, int] = {}  # since the last rebalancing
         self._ticked_at: float | None = None
         self._rebalanced_at: float | None = None
@@ -187,7 +191,8 @@ class Owner:
 
     def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
         self._expire(now)
-        return [self._reserve(want, holder, tenant, now) for want in wants]
+        full: set[int] = set()
+        return [self._reserve(want, holder, tenant, now, full) for want in wants]
 
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
@@ -212,17 +217,14 @@ class Owner:
         slot.marked = True
         return SlotLease(slot, self._copy(slot).toreadonly())
 
-    def quarantine(self, key: BlockKey) -> None:
-        """Look at a copy that a reader found damaged; hide it if it is.
-
-        A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot empty
-        the pool.
-        """
-        slot = self._published.get(key)
-        if slot is None or self._intact(slot):
-            return
-        self._quarantined_count += 1
-        self._retire_published(slot)
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        """A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot
+        empty the pool.  What is over :data:`INSPECT_BYTES_MAX` is left for the next report."""
+        inspected_bytes = 0
+        for key in keys:
+            slot = self._visible(key, tenant)
+            if slot is not None and inspected_bytes < INSPECT_BYTES_MAX:
+                inspected_bytes += self._inspect(slot)
 
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         given = self._hazards.open(holder, slots)
@@ -251,11 +253,8 @@ class Owner:
     def deadline(self) -> float | None:
         if self._ticked_at is None:
             return 0.0
-        waiting = self._retired or self._hazards.orphan_count
-        times = [self._ticked_at + (RESCAN_INTERVAL_S if waiting else LOOK_INTERVAL_S)]
-        if self._reserved:
-            times.append(next(iter(self._reserved.values())).expires_at)
-        return min(times)
+        next_look = self._ticked_at + LOOK_INTERVAL_S
+        return min([next_look, *(slot.expires_at for slot in itertools.islice(self._reserved.values(), 1))])
 
     def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
         keys = (
@@ -327,7 +326,9 @@ class Owner:
 
     # -- reserve, publish ------------------------------------------------------------------------------------
 
-    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float) -> Grant:
+    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float, full: set[int]) -> Grant:
+        """``full``: classes in which this batch found nothing to evict.  Finding that out takes a look at
+        every slot, and it stays so within a batch."""
         key = BlockKey(want.key)
         if len(key) != 32 or want.copy_bytes < HEADER_BYTES or not self._admits(tenant):
             return Grant("refused")
@@ -339,8 +340,11 @@ class Owner:
         slot_bytes = self._allocator.slot_bytes_for(want.copy_bytes)
         if slot_bytes is None:
             return Grant("too_large")
-        place = self._allocator.allocate(slot_bytes) or self._make_room(slot_bytes, now)
+        place = self._allocator.allocate(slot_bytes)
+        if place is None and slot_bytes not in full:
+            place = self._make_room(slot_bytes, now)
         if place is None:
+            full.add(slot_bytes)
             return Grant("full")
         generation = Generation(next(self._generations))
         slot = _Slot(place, key, want.copy_bytes, tenant, generation, holder, now + self._reservation_ttl_s)
@@ -408,6 +412,13 @@ class Owner:
     def _copy(self, slot: _Slot) -> memoryview:
         return self._memory[slot.offset : slot.offset + slot.copy_bytes]
 
+    def _inspect(self, slot: _Slot) -> int:
+        """Verify a published copy and hide it if it is damaged; how many bytes were looked at."""
+        if not self._intact(slot):
+            self._quarantined_count += 1
+            self._retire_published(slot)
+        return slot.copy_bytes
+
     def _intact(self, slot: _Slot) -> bool:
         whole = self._read_header(slot, verify=True) is not None
         return whole and self._words[_generation_word(slot)] == slot.generation
@@ -442,12 +453,15 @@ class Owner:
             self._index.rewrite(slot.entry, slot.key, slot.generation, slot.offset, slot.copy_bytes)
 
     def _inspect_suspects(self) -> None:
+        inspected_bytes = 0
         for word in range(SUSPECT_FIRST_WORD, SUSPECT_FIRST_WORD + SUSPECT_COUNT):
+            if inspected_bytes >= INSPECT_BYTES_MAX:
+                return  # the rest in the next tick
             if offset := self._words[word]:
                 self._words[word] = 0
                 slot = self._slots.get(offset)
                 if slot is not None and slot.state == "published":
-                    self.quarantine(slot.key)
+                    inspected_bytes += self._inspect(slot)
 
     # -- families and retirement -----------------------------------------------------------------------------
 
@@ -524,8 +538,7 @@ class Owner:
     def _make_room(self, slot_bytes: int, now: float) -> Place | None:
         self._collect(now)
         place = self._allocator.allocate(slot_bytes)
-        while place is None and (backed_bytes := self._more()) is not None:
-            self.grow(backed_bytes)
+        while place is None and self._grow_more():
             place = self._allocator.allocate(slot_bytes)
         if place is None and self._evict(slot_bytes, self._batch(slot_bytes)):
             self._collect(now)
@@ -534,6 +547,12 @@ class Owner:
             self._collect(now)
             place = self._allocator.allocate(slot_bytes)
         return place
+
+    def _grow_more(self) -> bool:
+        backed_bytes = self._more()
+        if backed_bytes is not None:
+            self.grow(backed_bytes)
+        return backed_bytes is not None
 
     def _batch(self, slot_bytes: int) -> int:
         return min(EVICT_BATCH, max(1, self._slot_count(slot_bytes) // RESERVE_SHARE))
@@ -581,17 +600,13 @@ class Owner:
     ) -> bool:
         """Empty the slab of another class that costs the least; False if each has something in use."""
         pinned = self._hazards.pinned()
-        choices: list[tuple[int, int, int, list[_Slot]]] = []
-        for donor in self._allocator.classes() if donors is None else donors:
-            if donor == slot_bytes:
-                continue
-            for slab in self._allocator.slabs(donor):
-                slots = [self._slots[offset] for offset in self._allocator.live(slab)]
-                if any(slot.state == "reserved" or slot.leases or slot.offset in pinned for slot in slots):
-                    continue
-                marks = sum(self._marked(slot) for slot in slots if slot.state == "published")
-                if marks <= marks_max * len(slots):
-                    choices.append((marks * donor, len(slots), slab, slots))
+        choices = [
+            choice
+            for donor in (self._allocator.classes() if donors is None else donors)
+            if donor != slot_bytes
+            for choice in self._slab_choices(donor, marks_max, pinned)
+        ]
+        self._slabs_compared += SLABS_COMPARED
         if not choices:
             return False
         for slot in min(choices, key=lambda choice: choice[:3])[3]:
@@ -600,11 +615,30 @@ class Owner:
                 self._evicted_count += 1
         return True
 
+    def _slab_choices(
+        self, donor: int, marks_max: float, pinned: frozenset[int]
+    ) -> Iterator[tuple[int, int, int, list[_Slot]]]:
+        """(cost, slot count, slab, slots) of some slabs of one class that can be emptied; others each time,
+        as comparing all of a large region takes 0.15 s."""
+        slabs = self._allocator.slabs(donor)
+        begin = self._slabs_compared % len(slabs)
+        compared = 0
+        for slab in slabs[begin:] + slabs[:begin]:
+            slots = [self._slots[offset] for offset in self._allocator.live(slab)]
+            if any(slot.state == "reserved" or slot.leases or slot.offset in pinned for slot in slots):
+                continue
+            marks = sum(self._marked(slot) for slot in slots if slot.state == "published")
+            if marks <= marks_max * len(slots):
+                yield marks * donor, len(slots), slab, slots
+            compared += 1
+            if compared == SLABS_COMPARED:
+                return
+
     def _top_up(self) -> None:
         for slot_bytes in self._allocator.classes():
             target = self._slot_count(slot_bytes) // RESERVE_SHARE
             missing = target - self._allocator.free_slots(slot_bytes)
-            if missing > 0:
+            if missing > 0 and not self._grow_more():  # else it is looked at again in the next tick
                 self._evict(slot_bytes, min(missing, 4 * EVICT_BATCH))
 
     def _rebalance(self, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,8 @@ class RunningPool:
     store: BlockStore
     """For the control wire and the metrics; to be used in the event loop's thread only."""
     server: DataServer
+    grant_counts: Mapping[str, int]
+    """Reservations asked for since start, by the answer."""
 
 
 @asynccontextmanager
@@ -159,7 +161,11 @@ async def run_pool(
             credentials=credentials,
         )
         try:
-            ready(RunningPool(await server.start(addresses), str(region.path), owner, server))
+            ready(
+                RunningPool(
+                    await server.start(addresses), str(region.path), owner, server, service.grant_counts
+                )
+            )
             while not stop.is_set():
                 owner.tick(clock())
                 await _until(owner, stop, clock)

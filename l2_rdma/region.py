@@ -246,7 +246,11 @@ def _map_verified(path: Path, descriptor: int, tenant: TenantDigest) -> Region:
         )
     if header.tenant != tenant:
         raise Refused(f"region {path} belongs to another tenant")
-    region = Region(path, descriptor, header, mmap.mmap(descriptor, status.st_size))
+    try:
+        mapping = mmap.mmap(descriptor, status.st_size)
+    except OSError as error:
+        raise Unavailable(f"region {path} cannot be mapped: {error.strerror}") from error
+    region = Region(path, descriptor, header, mapping)
     if not region.open:
         region._close_file.detach()  # the caller closes it
         raise Unavailable(f"region {path} is being closed by its owner")
@@ -261,8 +265,8 @@ def _require_room(directory: Path, region_bytes: int) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < region_bytes:
         raise ConfigError(
-            f"cache.l2_size asks for {region_bytes} bytes but {directory} has {free_bytes} free; "
-            f"lower cache.l2_size or enlarge {directory}"
+            f"a region of {region_bytes} bytes is asked for but {directory} has {free_bytes} free; "
+            f"{_advice(directory)}"
         )
 
 
@@ -271,9 +275,12 @@ def _allocate(descriptor: int, begin: int, size: int, directory: Path) -> None:
         os.posix_fallocate(descriptor, begin, size)
     except OSError as error:
         raise ConfigError(
-            f"{directory} is full at {begin} bytes of the region ({error.strerror}); "
-            f"lower cache.l2_size or enlarge {directory}"
+            f"{directory} is full at {begin} bytes of the region ({error.strerror}); {_advice(directory)}"
         ) from error
+
+
+def _advice(directory: Path) -> str:
+    return f"lower cache.l2_size (a pool's) or cache.l3_size (a shard's), or enlarge {directory}"
 
 
 def _flock(descriptor: int) -> bool:

@@ -5,16 +5,20 @@ hazard words; after that, ``lookup`` and ``get`` are memory operations in the ca
 the pool twice a batch (reserve, publish), writing the bytes itself in between.  A paused pool does not stop
 reads.
 
-When the connection ends the pool is gone: the region is dropped (views already handed out keep it mapped),
-and attaching is tried again, in a thread of its own, not before a back-off.  Operations wait for an attempt
-no longer than ``attach_timeout_s``; without a pool everything is a miss, or ``unavailable``.
+When the connection ends the pool is gone: the region is dropped (views already handed out keep it mapped; an
+attendant thread sees to it that an idle agent does not keep a dead pool's memory), and attaching is tried
+again, in a thread of its own, not before a back-off.  Operations wait for the first attempt, no longer than
+``attach_timeout_s``, but not for those that follow a failed one: a pool that is paused or gone must not take
+the other tiers' time.  Without a pool everything is a miss, or ``unavailable``.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -52,9 +56,12 @@ BACKOFF_MAX_S = 2.0
 ALIVE_INTERVAL_S = 0.02
 """How old the knowledge that the pool lives may be; reads of a dead pool's region stay right, it only
 ages."""
-_PREFAULT_SLICE_BYTES = 8 << 20
-_PREFAULT_PAUSE_S = 0.002
-_PREFAULT_WAIT_S = 0.1
+_PREFAULT_SLICE_BYTES = 2 << 20
+_PREFAULT_REST = 9
+"""Prefaulting rests so many times as long as it works: 0.1 to 0.4 s of CPU a GiB, at most a tenth of a core
+at a time, and never long in the way of somebody else who changes this process's mappings."""
+_PREFAULT_REST_MIN_S = 0.002
+_ATTEND_INTERVAL_S = 0.5
 
 _PUBLISHED: dict[str, PutStatus] = {"published": "stored", "expired": "expired", "corrupt": "corrupt"}
 _FAILED: dict[str, PutStatus] = {
@@ -163,8 +170,11 @@ class L2Tier:
             large = [index for index in batch if copies[index].copy_bytes >= self._threshold_bytes]
             left = yield from self._put_by_reference(reader, copies, large, statuses)
             inline = sorted({*batch} - {*large} | {*left})
-            yield from self._put_inline(copies, inline, statuses)
-        return [statuses[index] for index in range(len(copies))]
+            if "unavailable" not in statuses.values():
+                yield from self._put_inline(copies, inline, statuses)
+            if "unavailable" in statuses.values():
+                break  # every further request would wait in vain as long as this one
+        return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
         with self._lock:
@@ -250,10 +260,9 @@ class L2Tier:
     # -- attaching -------------------------------------------------------------------------------------------
 
     def _attached(self) -> Steps[Reader | None]:
-        """The reader of the living pool; waits for an attempt to attach, ``None`` if there is none or it
-        failed."""
+        """The reader of the living pool; ``None`` if there is none.  Waits for a first attempt to attach."""
         attachment, attempt = self._current()
-        if attachment is None and attempt is not None:
+        if attachment is None and attempt is not None and attempt.awaited:
             yield Park(attempt, self._attach_timeout_s)
             attachment, _ = self._current(start=False)
         return attachment.reader if attachment is not None else None
@@ -273,7 +282,7 @@ class L2Tier:
     def _start_attempt(self, now: float) -> None:
         if self._closed or now < self._retry_at:
             return
-        attempt = self._attempt = _Attempt()
+        attempt = self._attempt = _Attempt(awaited=self._backoff_s == BACKOFF_FIRST_S)
         threading.Thread(target=self._attach, args=(attempt,), name="kvcomm-l2-attach", daemon=True).start()
 
     def _attach(self, attempt: _Attempt) -> None:
@@ -297,15 +306,27 @@ class L2Tier:
                 else:
                     self._attachment, self._backoff_s = attachment, BACKOFF_FIRST_S
                     self._attach_count += 1
-                    if self._prefault:
-                        attachment.start_prefault()
+                    self._attend(attachment)
             attempt.finish()
+
+    def _attend(self, attachment: _Attachment) -> None:
+        rests = _prefault(attachment.region) if self._prefault else itertools.repeat(_ATTEND_INTERVAL_S)
+        threading.Thread(
+            target=_attend,
+            args=(weakref.ref(self), attachment, rests),
+            name="kvcomm-l2-attendant",
+            daemon=True,
+        ).start()
 
     def _drop(self) -> None:
         if self._attachment is not None:
             _add(self._counters, self._attachment.reader.counters)
             self._attachment.close()
             self._attachment = None
+
+    def holds(self, attachment: _Attachment) -> bool:
+        """Whether it is ours and its pool lives; drops it if not.  For the attendant."""
+        return self._current(start=False)[0] is attachment
 
     def _reset_after_fork(self) -> None:
         """The connection, the pins and the threads are the parent's."""
@@ -324,7 +345,7 @@ class _Attachment:
         self.reader = reader
         self._connection = connection
         self._alive_until = 0.0
-        self._stop = threading.Event()
+        self.closed = threading.Event()
 
     def alive(self, now: float) -> bool:
         if now >= self._alive_until:
@@ -333,20 +354,17 @@ class _Attachment:
             self._alive_until = now + ALIVE_INTERVAL_S
         return True
 
-    def start_prefault(self) -> None:
-        threading.Thread(
-            target=_prefault, args=(self.region, self._stop), name="kvcomm-l2-prefault", daemon=True
-        ).start()
-
     def close(self) -> None:
-        self._stop.set()
+        self.closed.set()
         self._connection.close()
 
 
 class _Attempt:
     """A ``Waiter`` for one try at attaching."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, awaited: bool) -> None:
+        self.awaited = awaited
+        """Whether operations wait for it: the one before has not failed."""
         self._lock = threading.Lock()
         self._done = False
         self._callbacks: list[Callable[[], None]] = []
@@ -431,15 +449,29 @@ def _add(total: ReaderCounters, more: ReaderCounters) -> None:
         setattr(total, name, getattr(total, name) + getattr(more, name))
 
 
-def _prefault(region: Region, stop: threading.Event) -> None:
-    """Until all of the region is in this process's page tables; the owner may still be adding memory to
-    it."""
+def _attend(tier: weakref.ref[L2Tier], attachment: _Attachment, rests: Iterator[float]) -> None:
+    """Until the attachment is closed, its pool is gone, or nobody has the tier any more."""
+    for rest_s in rests:
+        if attachment.closed.wait(rest_s):
+            return
+        still = tier()
+        if still is None:
+            attachment.close()
+        elif still.holds(attachment):
+            del still
+            continue
+        return
+
+
+def _prefault(region: Region, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:
+    """Enter all of the region into this process's page tables, a slice each time after the rest (s) that is
+    yielded; the owner may still be adding memory to it.  Never ends."""
     at, end = 0, region.header.layout.slots_end
-    while at < end:
-        step = min(at + _PREFAULT_SLICE_BYTES, region.backed_bytes)
-        arrived = step > at
-        if arrived and not region.populate(at, step):
-            return
-        at = max(at, step)
-        if stop.wait(_PREFAULT_PAUSE_S if arrived else _PREFAULT_WAIT_S):
-            return
+    while True:
+        step = min(at + _PREFAULT_SLICE_BYTES, region.backed_bytes, end)
+        rest_s = _ATTEND_INTERVAL_S
+        if step > at:
+            begun = clock()
+            at = step if region.populate(at, step) else end
+            rest_s = max(_PREFAULT_REST * (clock() - begun), _PREFAULT_REST_MIN_S)
+        yield rest_s

@@ -9,14 +9,19 @@ the loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from typing import TypeVar
 
 from kvcomm.machine import Effect, Event
+from kvcomm.metrics import Histogram
 from l3_shard.replica import later
 from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
+
+T = TypeVar("T")
 
 
 class Commits:
@@ -25,11 +30,19 @@ class Commits:
     Args:
         deliver: takes the events that answer the effects.
         failed: a write or sync went wrong outside any effect; the process must end.
+        clock: monotonic seconds, to time the syncs by.
     """
 
     def __init__(
-        self, store: RecordStore, deliver: Callable[[Event], None], failed: Callable[[str], None]
+        self,
+        store: RecordStore,
+        deliver: Callable[[Event], None],
+        failed: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.fsync_seconds = Histogram()
+        """Each time that records were forced to disk, the write before it included (``fsync: always``)."""
+        self._clock = clock
         self._store, self._deliver, self._failed = store, deliver, failed
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-commit")
@@ -60,7 +73,7 @@ class Commits:
             if self._unsynced:
                 self._unsynced = False
                 try:
-                    await self._loop.run_in_executor(self._worker, self._store.sync)
+                    await self._timed(self._loop.run_in_executor(self._worker, self._store.sync))
                 except DiskFailed as error:
                     self._failed(error.message)
                     return
@@ -93,9 +106,15 @@ class Commits:
 
     async def _commit_batch(self, batch: list[Persist]) -> list[Persisted]:
         if self._store.fsync == "always":
-            return await self._loop.run_in_executor(self._worker, self._write, batch)
+            return await self._timed(self._loop.run_in_executor(self._worker, self._write, batch))
         self._unsynced = True
         return self._write(batch)
+
+    async def _timed(self, sync: Awaitable[T]) -> T:
+        begin = self._clock()
+        done = await sync
+        self.fsync_seconds.observe(self._clock() - begin)
+        return done
 
     def _write(self, batch: list[Persist]) -> list[Persisted]:
         """One transaction; when there is no room for all, what there is room for."""

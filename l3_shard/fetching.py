@@ -5,20 +5,28 @@ holds the first block not handed on yet, and tops up every lane before it waits:
 
     keys      0 1 2 3 4 5 6 7 ...            lane of shard A   [0 2 3 5] [8 9 ..]  | 12 14 ...
     handed on ^^^                            lane of shard B   [1 4 6 7] [10 11 ..]| 13 ...
+
+A shard whose copies were damaged is told at once, so that it can hide what is damaged there: else it would
+call the block present for ever, and nobody could publish it again.  No block waits for that.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcomm.block import BlockKey, verify_copy
 from kvcomm.errors import Corrupt
 from kvcomm.steps import Answer, Call, Emit, Steps, Submit, Wait
 from kvcomm.tier import Block
-from kvcomm.wire.messages import BlockCopies, BlockGet, Message
+from kvcomm.wire.messages import SUSPECTS_MAX, BlockCopies, BlockGet, BlockSuspect, Message
 from l3_shard.routes import WINDOW_BYTES, WINDOW_KEYS, WINDOWS_IN_FLIGHT, Routes
+
+TELL_TIMEOUT_S = 0.1
+"""How long the end of a get waits, at most, for a shard that was told of damage."""
+
+assert WINDOW_KEYS <= SUSPECTS_MAX, "one report a window"
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +51,8 @@ class Fetching:
         self._tried: dict[int, set[str]] = {}
         self._stale: set[int] = set()
         self._blocks: dict[int, Block] = {}  # verified, not handed on
+        self._damaged: dict[str, list[BlockKey]] = {}  # by the shard that sent them, not yet told
+        self._told: list[Call] = []
 
     def steps(self) -> Steps[None]:
         for index in range(len(self._keys)):
@@ -52,10 +62,13 @@ class Fetching:
                 yield from self._top_up()
                 if index in self._lane_of:
                     yield from self._wait(self._lane_of[index])
+                    yield from self._tell()
             block = self._blocks.pop(index, None)
             if block is not None:
                 self._found(index, block)
                 yield Emit(index)
+        for call in self._told:
+            yield Wait(call)  # mostly long there; and a connection without open requests can be kept
 
     def _route(self, index: int, *, first: bool = False) -> None:
         """Queue it at the next owner; with none left it is a miss.  ``first``: others wait for it already."""
@@ -116,7 +129,7 @@ class Fetching:
         copies = _copies(answer, len(window.indices))
         if copies is not None:
             for index, copy in zip(window.indices, copies, strict=True):
-                self._take(index, copy)
+                self._take(index, copy, node)
             return
         renewed = self._routes.failed(node, answer)
         if renewed:
@@ -127,18 +140,30 @@ class Fetching:
                 self._tried[index].clear()
             self._route(index, first=True)
 
-    def _take(self, index: int, copy: memoryview | None) -> None:
+    def _take(self, index: int, copy: memoryview | None, node: str) -> None:
         key = self._keys[index]
         if copy is not None:
             try:
                 self._blocks[index] = Block(verify_copy(copy, key), copy, "l3")
             except Corrupt:
                 self._routes.counts.damaged_count += 1
+                self._damaged.setdefault(node, []).append(key)
             else:
                 self._routes.copy_bytes = len(copy)
                 del self._lane_of[index]
                 return
         self._route(index, first=True)
+
+    def _tell(self) -> Steps[None]:
+        """Report what was damaged, without waiting for the answer."""
+        if not self._damaged:
+            return
+        damaged, self._damaged = self._damaged, {}
+        asks = [
+            replace(self._routes.ask(node, BlockSuspect([*keys])), timeout_s=TELL_TIMEOUT_S)
+            for node, keys in damaged.items()
+        ]
+        self._told += yield Submit(asks)
 
 
 def _copies_sink(_request: int, message: Message, payload_bytes: int) -> list[memoryview] | None:

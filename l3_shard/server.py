@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from kvcomm.blockstore import BlockStore, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import KVCommError, StaleEpoch
 from kvcomm.machine import ConnectionId, Effect, Origin
+from kvcomm.metrics import Histogram
 from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.runtime import Runtime
@@ -63,6 +64,10 @@ class RunningShard:
     addresses: list[str]
     """Bound data-wire addresses, in the order that was asked for."""
     server: DataServer
+    grant_counts: Mapping[str, int]
+    """Reservations of blocks asked for since start, by the answer."""
+    fsync_seconds: Histogram
+    """One observation each time that records were forced to disk."""
     ring: Callable[[], RingMap]
     """The newest map that the shard has taken up; epoch 0 before the first."""
     adopt: Callable[[RingMap], int]
@@ -122,10 +127,9 @@ async def run_shard(
         raise
     identity = Identity(credentials.token(NODE_TENANT), incarnation)
     process = _Process(machine, store, blocks, options, identity, dial, stop, clock)
+    service = BlockService(blocks, clock, region=region, epoch=process.epoch)
     server = DataServer(
-        ShardService(
-            machine, process.runtime, BlockService(blocks, clock, region=region, epoch=process.epoch)
-        ),
+        ShardService(machine, process.runtime, service),
         node=node,
         role="shard",
         instance=instance,
@@ -133,7 +137,7 @@ async def run_shard(
         credentials=credentials,
     )
     try:
-        ready(process.running(await server.start(addresses), server))
+        ready(process.running(await server.start(addresses), server, service.grant_counts))
         await process.tick_until_stopped()
     finally:
         await server.close()
@@ -174,15 +178,19 @@ class _Process:
             perform=self._perform,
             on_stop=self._end,
         )
-        self._commits = Commits(store, self.runtime.deliver, self._end)
+        self._commits = Commits(store, self.runtime.deliver, self._end, clock)
         self._tasks = [asyncio.create_task(self._follow_wall())]
         if options.fsync == "interval":
             self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
 
-    def running(self, addresses: list[str], server: DataServer) -> RunningShard:
+    def running(
+        self, addresses: list[str], server: DataServer, grant_counts: Mapping[str, int]
+    ) -> RunningShard:
         return RunningShard(
             addresses,
             server,
+            grant_counts,
+            self._commits.fsync_seconds,
             ring=self._ring,
             adopt=self._adopt,
             counts=self._machine.counts,

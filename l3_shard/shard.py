@@ -113,6 +113,8 @@ class ShardCounts:
     """Requests that carried another epoch than ours."""
     stale_map_count: int
     """Ring maps that were not newer than ours, or impossible."""
+    acked_count: int
+    """Records that another replica acknowledged."""
     missed_count: int
     """Records that a replica did not acknowledge."""
     damaged_count: int
@@ -628,6 +630,7 @@ class Shard:
             self._desk.refused_count,
             self._stale_request_count,
             self._stale_map_count,
+            self._writing.acked_count,
             self._missed_count,
             self._damaged_count,
             self._reading.contradiction_count,

@@ -99,7 +99,7 @@ class Writing:
         missed: Callable[[str, Sequence[bytes], Message], None],
     ) -> None:
         self.accept = accept
-        self.unknown_count = 0
+        self.unknown_count = self.acked_count = 0
         self._desk, self._lines, self._place, self._missed = desk, lines, place, missed
         self._outbox: dict[tuple[str, int], list[_Write]] = {}
 
@@ -158,6 +158,7 @@ class Writing:
 
     def _answered(self, node: str, epoch: int, writes: list[_Write], answer: Message) -> None:
         if isinstance(answer, Done):
+            self.acked_count += len(writes)
             for write in writes:
                 write.acks += 1
                 write.outstanding -= 1

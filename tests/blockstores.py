@@ -102,8 +102,13 @@ class DictStore:
         copy.leases += 1
         return DictLease(copy)
 
-    def quarantine(self, key: BlockKey) -> None:
-        self.copies.pop(key, None)
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        for key, there in zip(keys, self.present(keys, tenant), strict=True):
+            try:
+                if there:
+                    verify_copy(self.copies[key].buffer, key)
+            except Corrupt:
+                del self.copies[key]
 
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         return (100, min(slots, 8), 1 << 20)

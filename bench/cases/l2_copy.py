@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from bench.peers.memory import MEMCPY, Buffers, memcpy
-from bench.report import Report
+from bench.report import Report, Row
 from bench.scale import Scale, size_name
 from bench.service import (
     DEADLINE_S,
@@ -28,7 +28,7 @@ from bench.service import (
     service,
     settle,
 )
-from bench.timing import Call, interleave, round_robin
+from bench.timing import Call, Spread, interleave, round_robin
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
 from kvcomm.rpc import Peers, run_blocking
 from kvcomm.tier import BlockCopy
@@ -40,7 +40,6 @@ COPY = "reader: copy of a block verified before"
 FIRST, PUT = "reader: first copy, with checksum", "tier: put of a new block"
 COPY_TIMES_MAX, PUT_TIMES_MAX = 1.6, 2.5
 POOL_BYTES = 2 << 30
-"""Small enough that the puts soon have to evict, as they do in a pool that has run for a while."""
 
 
 def run(scale: Scale) -> Report:
@@ -85,10 +84,14 @@ def _measure_copies(
 
 
 def _measure_puts(scale: Scale, report: Report, size_bytes: int, writer: _Writer) -> None:
-    operations = [memcpy(scale.working_set, size_bytes), writer.put(scale.working_set, size_bytes)]
+    put = writer.put(scale.working_set, size_bytes)
+    # From here on a put has to evict, and all of the pool's memory has been written to before.
+    filling = Spread.of(put.times(scale.fill_bytes // size_bytes)).scaled(1e6)
+    operations = [memcpy(scale.working_set, size_bytes), put]
     rounds = interleave(operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set)
     size = size_name(size_bytes)
     report.add(rounds, size, {PUT: MEMCPY}, only=[PUT])
+    report.rows.append(Row("tier: put while the pool fills up", size, filling))
     report.claim(f"put of {size} over memcpy", "<=", PUT_TIMES_MAX, "x", rounds.ratio(PUT, MEMCPY))
 
 

@@ -73,5 +73,8 @@ def ls(
     from kvcomm.connect import connect
 
     with connect(config, instance=instance, address=address, embed=False) as kv:
-        for name in kv.names(prefix.encode(), deadline_s=deadline):
-            sys.stdout.write(name.decode() + "\n")
+        path = prefix.rstrip("/")
+        for found in kv.names(path.encode(), deadline_s=deadline):
+            name = found.decode()
+            if not path or name == path or name.startswith(f"{path}/"):  # not: state/robot-77
+                sys.stdout.write(name + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -53,13 +55,14 @@ def doctor(
 
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     styles = {"ok": "green", "note": "yellow", "problem": "red"}
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
         verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.subject, verdict, finding.text)
+        table.add_row(finding.subject, verdict, escape(finding.text))
     Console().print(table)
 
 
@@ -94,13 +97,27 @@ def _configuration(config: Path | None, reclaim: bool) -> Iterator[Finding]:
 
 
 def _memory(settings: Config) -> Iterator[Finding]:
-    room = os.statvfs(SHM)
-    free_bytes = room.f_bavail * room.f_frsize
+    try:
+        room = os.statvfs(SHM)
+    except OSError as error:
+        yield Finding("shared memory", "problem", f"{SHM}: {error.strerror}")
+        return
+    # What clusters of this host hold now is theirs already: a cluster that runs well is no problem.
+    free_bytes = room.f_bavail * room.f_frsize + _held_bytes()
     cluster, cache = settings.cluster, settings.cache
     want_bytes = cluster.pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
     want, free = size_text(want_bytes), size_text(free_bytes)
-    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM}"
+    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM} or held by clusters"
     yield Finding("shared memory", "ok" if want_bytes <= free_bytes else "problem", text)
+
+
+def _held_bytes() -> int:
+    """Shared memory that regions of ours have taken (not their length: memory arrives in slices)."""
+    held_bytes = 0
+    for path in SHM.glob("kvcomm-*"):
+        with contextlib.suppress(FileNotFoundError):  # its cluster is just ending
+            held_bytes += path.stat().st_blocks * 512
+    return held_bytes
 
 
 def _regions(config: Path | None, reclaim: bool) -> Iterator[Finding]:
@@ -137,31 +154,36 @@ def _instance(instance: Instance) -> Iterator[Finding]:
     if not survey.nodes:
         yield Finding(subject, "note", "not running; its records are kept for the next 'kvcomm up'")
     for record in survey.nodes:
-        for address in record.addresses:
-            yield _round_trip(f"{instance.name}/{record.node}", instance, address)
+        yield _round_trips(f"{instance.name}/{record.node}", instance, record.addresses)
 
 
-def _round_trip(subject: str, instance: Instance, address: str) -> Finding:
-    """The median of a few pings: whether the path works and what it costs here."""
-    from kvcomm.block import Incarnation
+def _round_trips(subject: str, instance: Instance, addresses: list[str]) -> Finding:
+    """Whether each way to a node works, and what a message costs here: the median of a few pings."""
     from kvcomm.errors import KVCommError
+
+    works: list[str] = []
+    for address in addresses:
+        kind = address.partition(":")[0]
+        try:
+            works.append(f"{kind} {_round_trip_s(instance, address) * 1e6:.0f} us")
+        except KVCommError as error:
+            return Finding(subject, "problem", f"{address}: {error.message}")
+    return Finding(subject, "ok", f"round trip: {', '.join(works)}")
+
+
+def _round_trip_s(instance: Instance, address: str) -> float:
+    from kvcomm.block import Incarnation
     from kvcomm.rpc import Connection, Identity
     from kvcomm.wire.messages import Ping
 
     identity = Identity(instance.credentials().token("doctor"), Incarnation(os.getpid()))
+    connection = Connection.open(address, identity, time.monotonic() + 2.0)
     try:
-        connection = Connection.open(address, identity, time.monotonic() + 2.0)
-        try:
-            took = sorted(
-                _timed(lambda: connection.call(Ping(), deadline=time.monotonic() + 2.0)) for _ in range(50)
-            )
-        finally:
-            connection.close()
-    except KVCommError as error:
-        return Finding(subject, "problem", f"{address}: {error.message}")
-    return Finding(
-        subject, "ok", f"{address}: round trip {took[len(took) // 2] * 1e6:.0f} us (median of {len(took)})"
-    )
+        return median(
+            _timed(lambda: connection.call(Ping(), deadline=time.monotonic() + 2.0)) for _ in range(50)
+        )
+    finally:
+        connection.close()
 
 
 def _timed(call: Callable[[], object]) -> float:

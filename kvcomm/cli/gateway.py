@@ -62,10 +62,15 @@ class ShardBackend(StoreBackend):
     def _records(self) -> L3Tier:
         from l3_shard.tier import L3Tier
 
-        return L3Tier(self._running.ring(), dial=lambda shard: shard.local_address or shard.address)
+        return L3Tier(
+            self._running.ring(),
+            dial=lambda shard: shard.local_address or shard.address,
+            timeout_s=self._process.settings.network.request_timeout_s,
+        )
 
     def _peers_of(self, tenant: str) -> AsyncPeers:
         if tenant not in self._peers:
             identity = Identity(self._process.instance.credentials().token(tenant), self._process.incarnation)
-            self._peers[tenant] = AsyncPeers(identity)
+            timeout_s = self._process.settings.network.connect_timeout_s
+            self._peers[tenant] = AsyncPeers(identity, connect_timeout_s=timeout_s)
         return self._peers[tenant]

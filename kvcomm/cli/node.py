@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,10 @@ from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordW
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlBackend, ControlServer
     from kvcomm.exporter import Exporter
-    from kvcomm.metrics import Scope
+    from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l3_shard.shard import ShardCounts
 
 
 class NodeProcess:
@@ -120,11 +121,26 @@ class NodeProcess:
             store.usage(),
         )
 
-    def refresh(self, store: BlockStore, server: DataServer, epoch: int) -> None:
-        """Bring the gauges up to date."""
-        self.metrics.store(store.usage())
-        self.metrics.gauge("kvcomm_connections").set(server.connection_count)
-        self.metrics.gauge("kvcomm_ring_epoch").set(epoch)
+    def refresh(
+        self, store: BlockStore, server: DataServer, grant_counts: Mapping[str, int], epoch: int
+    ) -> None:
+        """Take over what the parts count, when somebody looks: the hot paths know of no metrics."""
+        metrics = self.metrics
+        metrics.store(store.usage())
+        metrics.gauge("kvcomm_connections").set(server.connection_count)
+        metrics.gauge("kvcomm_ring_epoch").set(epoch)
+        for message, count in server.request_counts.items():
+            metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
+        for status, count in grant_counts.items():
+            metrics.counter("kvcomm_reservations_total", status=status).advance_to(count)
+
+    def refresh_records(self, counts: ShardCounts, fsync_seconds: Histogram) -> None:
+        """The same for a shard's records."""
+        metrics, acks = self.metrics, "kvcomm_replication_acks_total"
+        metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
+        metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
+        metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
 
 
 class StoreBackend:

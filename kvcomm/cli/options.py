@@ -14,11 +14,11 @@ ConfigOption = Annotated[
     ),
 ]
 InstanceOption = Annotated[
-    str | None, typer.Option("--instance", help="Name of a cluster on this host.", envvar="KVCOMM_INSTANCE")
+    str | None, typer.Option("--instance", help="Name of a cluster on this host; else $KVCOMM_INSTANCE.")
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", help="tcp://host:port of any node of a cluster.", envvar="KVCOMM_ADDRESS"),
+    typer.Option("--address", help="tcp://host:port of any shard of a cluster; else $KVCOMM_ADDRESS."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable: one JSON document on stdout.")]
 DeadlineOption = Annotated[float, typer.Option("--deadline", help="Give up after so many seconds.", min=0.01)]

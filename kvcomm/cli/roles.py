@@ -48,7 +48,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
 
     def ready(running: RunningPool) -> None:
         def refresh() -> None:
-            process.refresh(running.store, running.server, 0)
+            process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
         work = process.announce(backend, running.addresses, running.region, refresh)
@@ -67,9 +67,9 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             ready=ready,
         )
     finally:
+        await _end(announcing)
         await process.withdraw()
-    for task in announcing:
-        task.result()  # what went wrong while announcing is why we ended
+    _check(announcing)
 
 
 def shard(
@@ -110,7 +110,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
-                process.refresh(store, running.server, running.ring().epoch)
+                process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
+                process.refresh_records(running.counts(), running.fsync_seconds)
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)
@@ -137,9 +138,9 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 ring_map=process.instance.ring() or NO_RING,
             )
         finally:
+            await _end(announcing)
             await process.withdraw()
-    for task in announcing:
-        task.result()
+    _check(announcing)
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
@@ -149,3 +150,17 @@ async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
     except BaseException:
         stop.set()
         raise
+
+
+async def _end(announcing: list[asyncio.Task[None]]) -> None:
+    """End an announcement that is still under way: nothing may be registered after the withdrawal."""
+    for task in announcing:
+        task.cancel()
+    await asyncio.gather(*announcing, return_exceptions=True)
+
+
+def _check(announcing: list[asyncio.Task[None]]) -> None:
+    """Raise what went wrong while announcing: it is why the node ended."""
+    for task in announcing:
+        if not task.cancelled():
+            task.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
     """Show every node of the clusters on this host (or of one).  Exit code 1 if a node does not answer."""
+    from kvcomm.connect import INSTANCE_VARIABLE
     from kvcomm.instance import Instance
 
-    instances = [Instance.open(instance)] if instance else Instance.list()
+    name = instance or os.environ.get(INSTANCE_VARIABLE)
+    instances = [Instance.open(name)] if name else Instance.list()
     rows = [row for each in instances for row in _rows(each)]
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
@@ -59,40 +62,39 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    """One table an instance, narrow enough for 80 columns."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in (
-        "instance",
-        "node",
-        "pid",
-        "epoch",
-        "up",
-        "blocks",
-        "used",
-        "pinned",
-        "evicted",
-        "refused",
-    ):
-        table.add_column(column, justify="left" if column in ("instance", "node") else "right")
-    for row in rows:
-        named = [row["instance"], row["node"], str(row["pid"])]
-        usage = row.get("usage")
-        if row["error"]:
-            table.add_row(*named, f"[red]{row['error']}[/]")
-        elif usage is None:
-            table.add_row(*named, str(row["epoch"]), f"{row['uptime_s']:.0f} s")
-        else:
-            used = f"{size_text(usage['used_bytes'])} of {size_text(usage['capacity_bytes'])}"
-            table.add_row(
-                *named,
-                str(row["epoch"]),
-                f"{row['uptime_s']:.0f} s",
-                str(usage["block_count"]),
-                used,
-                size_text(usage["pinned_bytes"]),
-                str(usage["evicted_count"]),
-                str(usage["quarantined_count"]),
-            )
-    Console().print(table)
+    for instance in dict.fromkeys(row["instance"] for row in rows):
+        table = Table(box=None, padding=(0, 2, 0, 0), title=f"instance {instance}", title_justify="left")
+        for column in (
+            "node",
+            "pid",
+            "epoch",
+            "up",
+            "blocks",
+            "used",
+            "size",
+            "pinned",
+            "evicted",
+            "refused",
+        ):
+            table.add_column(column, justify="left" if column == "node" else "right")
+        for row in rows:
+            if row["instance"] == instance:
+                table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
+        Console().print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return ["-", f"no answer: {row['error']}"]
+    cells = [str(row["epoch"]), f"{row['uptime_s']:.0f} s"]
+    if usage := row["usage"]:
+        sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])
+        used, size, pinned = map(size_text, sizes)
+        counts = (usage["evicted_count"], usage["quarantined_count"])
+        cells += [str(usage["block_count"]), used, size, pinned, *map(str, counts)]
+    return cells

@@ -23,6 +23,8 @@ gone."""
 
 _READS_MAX = 16
 """Reads in one turn of the loop, so that one fast sender does not starve the others."""
+_SENT_BYTES_MAX = 4 << 20
+"""Sent in one turn of the loop (the last send may overshoot), so that one fast reader does not either."""
 
 
 class FrameStream:
@@ -77,9 +79,14 @@ class FrameStream:
             self._loop.add_reader(self._descriptor, self._on_readable)
 
     def flush(self) -> None:
-        """Send what the kernel takes now, and the rest when it can."""
+        """Send what the kernel takes now, and the rest when it can; at most so much that others get their
+        turn."""
+        stop_at = self._sent_bytes + _SENT_BYTES_MAX
         try:
             while self._outbox and not self._closed:
+                if self._sent_bytes >= stop_at:
+                    self._wait_writable()
+                    return
                 pieces = self._outbox.gather()
                 sent_bytes = (
                     self._socket.send(pieces[0]) if len(pieces) == 1 else self._socket.sendmsg(pieces)

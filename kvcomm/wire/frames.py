@@ -14,6 +14,7 @@ Requests are pipelined: a reply carries its request's number, and replies may co
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Union, cast
@@ -106,7 +107,7 @@ class FrameReader:
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._begin = 0  # [begin, end) of the staging area holds bytes not yet parsed
         self._end = 0
-        self._due: list[memoryview] = []  # pieces of the payload still to fill, first one first
+        self._due: deque[memoryview] = deque()  # pieces of the payload still to fill, first one first
         self._waiting: Frame | None = None
 
     def buffer(self) -> memoryview:
@@ -146,7 +147,7 @@ class FrameReader:
         The frame still comes out of :meth:`advance`, with a payload that means nothing.
         """
         if self._waiting is not None and self._waiting.request == request:
-            self._due = discard(sum(len(piece) for piece in self._due))
+            self._due = deque(discard(sum(len(piece) for piece in self._due)))
 
     @property
     def idle(self) -> bool:
@@ -191,7 +192,7 @@ class FrameReader:
         if not frame.payload:
             frames.append(frame)
             return
-        self._waiting, self._due = frame, list(frame.payload)
+        self._waiting, self._due = frame, deque(frame.payload)
         while self._due and self._begin < self._end:
             piece = self._due[0]
             take = min(len(piece), self._end - self._begin)
@@ -204,33 +205,36 @@ class FrameReader:
         if len(rest):
             self._due[0] = rest
             return
-        del self._due[0]
+        self._due.popleft()
         if not self._due:
             assert self._waiting is not None
             frames.append(self._waiting)
             self._waiting = None
 
     def _make_room(self) -> None:
-        """Move an unparsed rest to the front; grow staging when one message alone does not fit."""
+        """Move an unparsed rest to the front; grow staging when one message alone does not fit.
+
+        A message is moved at most twice, however slowly it arrives.
+        """
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._staging) > STAGING_BYTES:
                 self._staging = memoryview(bytearray(STAGING_BYTES))
             return
-        rest = bytes(self._staging[self._begin : self._end])
-        need = self._need_bytes(rest)
-        if need > len(self._staging):
-            self._staging = memoryview(bytearray(need))
-        elif self._end < len(self._staging) and self._begin < len(self._staging) // 2:
+        have, need = self._end - self._begin, self._need_bytes()
+        if self._begin + need <= len(self._staging) and self._begin < len(self._staging) // 2:
             return  # there is room behind; moving would cost a copy for nothing
-        self._staging[: len(rest)] = rest
-        self._begin, self._end = 0, len(rest)
+        old = self._staging
+        if need > len(old):
+            self._staging = memoryview(bytearray(need))
+        self._staging[:have] = old[self._begin : self._end]
+        self._begin, self._end = 0, have
 
-    @staticmethod
-    def _need_bytes(rest: bytes) -> int:
-        if len(rest) < PREFIX_BYTES:
+    def _need_bytes(self) -> int:
+        """Of the frame that is half there, without its payload."""
+        if self._end - self._begin < PREFIX_BYTES:
             return PREFIX_BYTES
-        return PREFIX_BYTES + int(_PREFIX.unpack_from(rest)[3])
+        return PREFIX_BYTES + int(_PREFIX.unpack_from(self._staging, self._begin)[3])
 
 
 def _decode(body: memoryview) -> Message:

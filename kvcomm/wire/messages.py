@@ -7,15 +7,24 @@ computed from.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
 PROTOCOL_VERSION = 1
 KEYS_MAX = 65_536
-"""Most keys one request may name."""
+"""Most keys one request may name; one that names more is refused by name."""
+ITEMS_MAX = 4 * KEYS_MAX
+"""A longer list ends the connection: that is noticed before its items are made, which can take 30 times the
+memory of the bytes that announce them."""
+SUSPECTS_MAX = 64
+"""Most keys of one ``BlockSuspect``."""
 VALUE_BYTES_MAX = 1 << 20
 """Largest record value."""
+
+
+T = TypeVar("T")
+Many = Annotated[list[T], msgspec.Meta(max_length=ITEMS_MAX)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -93,26 +102,26 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockReserve(Message, frozen=True):
-    wants: list[Want]
+    wants: Many[Want]
 
 
 class BlockReserved(Message, frozen=True):
-    grants: list[Grant]
+    grants: Many[Grant]
 
 
 class BlockPublish(Message, frozen=True):
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class BlockPublished(Message, frozen=True):
-    statuses: list[str]
+    statuses: Many[str]
     """``published``, ``expired`` (the reservation ran out; the block is not visible), ``corrupt`` (the
     header in the slot
     does not name the reserved key)."""
 
 
 class BlockAbort(Message, frozen=True):
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class Done(Message, frozen=True):
@@ -137,7 +146,7 @@ class PinRange(Message, frozen=True):
 
 class BlockLookup(Message, frozen=True):
     epoch: int
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 class BlockPresence(Message, frozen=True):
@@ -147,13 +156,13 @@ class BlockPresence(Message, frozen=True):
 
 class BlockGet(Message, frozen=True):
     epoch: int
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 class BlockCopies(Message, frozen=True):
     """The payload is the present copies, one after the other."""
 
-    copy_bytes: list[int]
+    copy_bytes: Many[int]
     """One a key; 0 = miss."""
 
 
@@ -161,12 +170,22 @@ class BlockPut(Message, frozen=True):
     """The payload is the copies, one after the other.  First copy wins."""
 
     epoch: int
-    wants: list[Want]
+    wants: Many[Want]
 
 
 class BlockStored(Message, frozen=True):
-    statuses: list[str]
+    statuses: Many[str]
     """``stored``, ``present``, ``pending``, ``full``, ``too_large``, ``corrupt``."""
+
+
+class BlockSuspect(Message, frozen=True):
+    """The caller got copies that failed verification; at most :data:`SUSPECTS_MAX` keys.
+
+    Answered ``Done`` when the server has verified its own copies and hidden those that are damaged: a sound
+    copy that broke on the way stays.
+    """
+
+    keys: Many[bytes]
 
 
 class BlockList(Message, frozen=True):
@@ -180,13 +199,13 @@ class BlockItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockListed(Message, frozen=True):
-    items: list[BlockItem]
+    items: Many[BlockItem]
 
 
 # -- records
 # -------------------------------------------------------------------------------------------------------
 
-Dots = dict[str, int]
+Dots = Annotated[dict[str, int], msgspec.Meta(max_length=ITEMS_MAX)]
 """A version vector on the wire: replica incarnation id -> counter."""
 
 
@@ -203,16 +222,16 @@ class RecordState(msgspec.Struct, frozen=True, array_like=True):
     """One record's whole replicated state: what was ever seen, and the values not yet overwritten."""
 
     context: Dots
-    siblings: list[Sibling]
+    siblings: Many[Sibling]
 
 
 class RecordGet(Message, frozen=True):
     epoch: int
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 class RecordStates(Message, frozen=True):
-    states: list[RecordState | None]
+    states: Many[RecordState | None]
     degraded: bool = False
     """Fewer replicas answered than the read quorum."""
 
@@ -231,7 +250,7 @@ class RecordPut(Message, frozen=True):
     idempotent: ClassVar[bool] = False
 
     epoch: int
-    writes: list[RecordWrite]
+    writes: Many[RecordWrite]
 
 
 class RecordVersion(msgspec.Struct, frozen=True, array_like=True):
@@ -246,22 +265,22 @@ class RecordVersion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordVersions(Message, frozen=True):
-    versions: list[RecordVersion]
+    versions: Many[RecordVersion]
 
 
 class RecordReplicate(Message, frozen=True):
     """Replica to replica: merge these states.  Idempotent and commutative."""
 
     epoch: int
-    keys: list[bytes]
-    states: list[RecordState]
+    keys: Many[bytes]
+    states: Many[RecordState]
 
 
 class RecordFetch(Message, frozen=True):
     """Replica to replica: your local states, no quorum."""
 
     epoch: int
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 class RecordForget(Message, frozen=True):
@@ -269,8 +288,8 @@ class RecordForget(Message, frozen=True):
     state is still exactly this one."""
 
     epoch: int
-    keys: list[bytes]
-    states: list[RecordState]
+    keys: Many[bytes]
+    states: Many[RecordState]
 
 
 class TreeGet(Message, frozen=True):
@@ -281,11 +300,11 @@ class TreeGet(Message, frozen=True):
     node: str
     """Who asks."""
     depth: int
-    indices: list[int]
+    indices: Many[int]
 
 
 class TreeDigests(Message, frozen=True):
-    digests: list[int]
+    digests: Many[int]
     """``FAN_OUT`` a node asked for, one after the other."""
 
 
@@ -294,7 +313,7 @@ class LeafGet(Message, frozen=True):
 
     epoch: int
     node: str
-    leaves: list[int]
+    leaves: Many[int]
 
 
 class LeafRecords(Message, frozen=True):
@@ -302,8 +321,8 @@ class LeafRecords(Message, frozen=True):
     fit."""
 
     leaf_count: int
-    keys: list[bytes]
-    digests: list[int]
+    keys: Many[bytes]
+    digests: Many[int]
 
 
 class RecordScan(Message, frozen=True):
@@ -313,7 +332,7 @@ class RecordScan(Message, frozen=True):
 
 
 class RecordKeys(Message, frozen=True):
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 # -- ring
@@ -340,8 +359,8 @@ class RingMap(Message, frozen=True):
     write_quorum: int
     read_quorum: int
     block_copies: int
-    shards: list[RingNode]
-    pools: list[RingNode]
+    shards: Many[RingNode]
+    pools: Many[RingNode]
 
 
 class RingGet(Message, frozen=True):
@@ -351,7 +370,7 @@ class RingGet(Message, frozen=True):
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
-    BlockStored, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions, RecordReplicate,
-    RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan, RecordKeys, RingMap,
-    RingGet,
+    BlockStored, BlockSuspect, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions,
+    RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
+    RecordKeys, RingMap, RingGet,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from kvcomm.block import Buffer
 
@@ -52,10 +53,10 @@ class Outbox:
             return list(self._parcels[0].pieces)
         pieces: list[memoryview] = []
         for parcel in self._parcels:
-            pieces.extend(parcel.pieces)
-            if len(pieces) >= PIECES_MAX:
+            pieces.extend(islice(parcel.pieces, PIECES_MAX - len(pieces)))
+            if len(pieces) == PIECES_MAX:
                 break
-        return pieces[:PIECES_MAX]
+        return pieces
 
     def taken(self, sent_bytes: int) -> None:
         """The kernel took so many bytes off the front."""

@@ -8,7 +8,10 @@ import pytest
 
 from controller.supervisor import (
     BACKOFF_FIRST_S,
+    HEALTHY_AFTER_S,
     START_TIMEOUT_S,
+    STARTS_MAX,
+    GiveUp,
     HandRing,
     IssueRing,
     KillNode,
@@ -20,7 +23,7 @@ from controller.supervisor import (
     StartNode,
     Supervisor,
 )
-from kvcomm.machine import Tick
+from kvcomm.machine import Effect, Tick
 
 RULES = RingRules(replicas=2, write_quorum=2, read_quorum=1, block_copies=1)
 SPECS = [
@@ -148,3 +151,45 @@ def test_random_lives_keep_the_invariants_and_end_ready() -> None:
             supervisor.check()
         assert epochs == list(range(1, len(epochs) + 1)), seed
         assert supervisor.ready, (seed, supervisor.report())
+
+
+def crash(supervisor: Supervisor, node: str, now: float, times: int) -> tuple[list[Effect], float]:
+    """End a node early again and again; what the last end led to."""
+    effects: list[Effect] = []
+    for _ in range(times):
+        effects = supervisor.handle(NodeExited(node, 2), now)
+        now = supervisor.deadline() or now
+        if not effects:
+            supervisor.handle(Tick(), now)
+    return effects, now
+
+
+def test_a_node_that_never_comes_up_is_given_up() -> None:
+    supervisor = started()
+    effects, now = crash(supervisor, "shard-1", 1.0, STARTS_MAX - 1)
+    assert effects == []
+    assert crash(supervisor, "shard-1", now, 1)[0] == [GiveUp("shard-1", 2)]
+
+
+def test_coming_up_for_a_moment_is_no_success() -> None:
+    supervisor, now = started(), 1.0
+    effects: list[Effect] = []
+    for _ in range(STARTS_MAX):
+        supervisor.handle(up("shard-1"), now)
+        effects = supervisor.handle(NodeExited("shard-1", 1), now + HEALTHY_AFTER_S / 2)
+        now = supervisor.deadline() or now
+        if not effects:
+            now = max(now, supervisor.deadline() or now) + 6.0
+            supervisor.handle(Tick(), now)
+    assert effects == [GiveUp("shard-1", 1)]
+
+
+def test_a_cluster_that_was_ready_is_never_given_up() -> None:
+    supervisor = started()
+    for spec in SPECS:
+        supervisor.handle(up(spec.node), 1.0)
+    for node in ("shard-0", "shard-1"):
+        supervisor.handle(RingTaken(node, 1, True), 1.0)
+    assert supervisor.ready
+    effects, _ = crash(supervisor, "shard-1", 1.0, 3 * STARTS_MAX)
+    assert not any(isinstance(effect, GiveUp) for effect in effects)

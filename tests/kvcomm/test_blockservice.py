@@ -19,6 +19,7 @@ from kvcomm.steps import Ask
 from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
     KEYS_MAX,
+    SUSPECTS_MAX,
     BlockAbort,
     BlockCopies,
     BlockGet,
@@ -33,6 +34,7 @@ from kvcomm.wire.messages import (
     BlockReserve,
     BlockReserved,
     BlockStored,
+    BlockSuspect,
     Done,
     Grant,
     Message,
@@ -161,7 +163,7 @@ def test_damaged_bytes_are_not_stored(connection: Connection, store: DictStore) 
 def test_a_put_that_lost_its_reservation_says_so(store: DictStore) -> None:
     now = [0.0]
     with (
-        served(BlockService(store, lambda: now[0])) as server,
+        served(BlockService(store, lambda: now[0], region=lambda tenant: "/r")) as server,
         closing(Connection.open(server.address, IDENTITY, soon())) as connection,
     ):
         [grant] = call(connection, BlockReserve(wants(KEYS[0]))).grants  # type: ignore[attr-defined]
@@ -257,6 +259,42 @@ def test_requests_are_bounded(
     with pytest.raises(TooLarge, match="ask for fewer"):
         call(connection, BlockGet(0, [*KEYS]))
     assert all(copy.leases == 0 for copy in store.copies.values())
+
+
+def test_tokens_are_bounded_too(connection: Connection) -> None:
+    for message in (BlockPublish([1] * (KEYS_MAX + 1)), BlockAbort([1] * (KEYS_MAX + 1))):
+        with pytest.raises(TooLarge, match="split the batch"):
+            call(connection, message)
+
+
+def test_one_sided_work_is_for_those_who_have_the_region(store: DictStore) -> None:
+    """A few bytes of ``BlockReserve`` would empty a server for a caller who cannot even write there."""
+    with (
+        served(BlockService(store, time.monotonic)) as server,
+        closing(Connection.open(server.address, IDENTITY, soon())) as connection,
+    ):
+        for message in (BlockReserve(wants(KEYS[0])), PinOpen(3)):
+            with pytest.raises(Refused, match="not shared with this tenant"):
+                call(connection, message)
+        assert store.reserved == {}
+        assert put(connection, KEYS[0]) == BlockStored(["stored"])
+
+
+def test_a_suspected_copy_is_verified_here_and_hidden_if_it_is_damaged(
+    server: Served, connection: Connection, store: DictStore
+) -> None:
+    put(connection, *KEYS[:3])
+    store.copies[KEYS[0]].buffer[-1] ^= 1
+    stranger = Identity(CREDENTIALS.token("globex"), Incarnation(8))
+    with closing(Connection.open(server.address, stranger, soon())) as other:
+        assert call(other, BlockSuspect([KEYS[0]])) == Done()
+        assert KEYS[0] in store.copies, "not theirs to speak of"
+    for _ in range(2):
+        assert call(connection, BlockSuspect([KEYS[0], KEYS[1], ABSENT])) == Done()
+        assert sorted(store.copies) == sorted(KEYS[1:3])
+    assert put(connection, KEYS[0]) == BlockStored(["stored"])
+    with pytest.raises(TooLarge, match="over 64"):
+        call(connection, BlockSuspect([KEYS[0]] * (SUSPECTS_MAX + 1)))
 
 
 def test_other_messages_are_refused_by_name(connection: Connection, server: Served) -> None:

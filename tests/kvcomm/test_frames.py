@@ -3,6 +3,7 @@ for one."""
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -81,6 +82,21 @@ def test_a_message_larger_than_staging_is_received() -> None:
     )
     assert [frame.message for frame in frames] == [message, Ping()]
     assert len(wire_bytes(Sent(1, message, b""))) > 2 * STAGING_BYTES
+
+
+def test_a_large_message_that_drips_in_costs_no_copy_a_drop() -> None:
+    """Else a peer that sends 16 MiB byte by byte has the server copy them once a byte."""
+    stream = wire_bytes(Sent(1, BlockGet(0, [bytes(1 << 20)] * 8), b""))
+    reader = FrameReader()
+    assert feed(reader, stream[:-10], [1 << 20]) == []
+    tracemalloc.start()
+    try:
+        assert feed(reader, stream[-10:-1], [1]) == []
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000
+    assert len(feed(reader, stream[-1:], [1])) == 1
 
 
 @pytest.mark.parametrize("at", range(PREFIX_BYTES + 4))

@@ -379,3 +379,36 @@ def test_a_lock_that_is_never_released_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_the_errors_are_operating_failures() -> None:
     assert issubclass(InstanceExists, KVCommError)
     assert issubclass(InstanceMissing, KVCommError)
+
+
+def test_the_secret_lasts_as_long_as_the_records(runtime_dir: Path, tmp_path: Path) -> None:
+    storage = tmp_path / "records"
+    first = Instance.create("first")
+    first.keep_secret_in(storage)
+    secret = first.secret()
+    assert stat.S_IMODE((storage / "secret").stat().st_mode) == 0o600
+    first.keep_secret_in(storage)
+    first.remove()  # or the host was started again: runtime directories do not survive that
+    second = Instance.create("second")
+    assert second.secret() != secret
+    second.keep_secret_in(storage)
+    assert second.secret() == secret
+
+
+def test_a_storage_directory_that_cannot_be_ours_is_refused(runtime_dir: Path, tmp_path: Path) -> None:
+    storage = tmp_path / "records"
+    Instance.create("first").keep_secret_in(storage)
+    other = Instance.create("other")
+    other.write_ring(RingMap(1, 1, 1, 1, 1, [], []))
+    with pytest.raises(ConfigError, match="another instance"):
+        other.keep_secret_in(storage)
+    kept = storage / "secret"
+    kept.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="damaged"):
+        other.keep_secret_in(storage)
+    kept.chmod(0o644)
+    with pytest.raises(Refused, match="others"):
+        other.keep_secret_in(storage)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"storage\.directory"):
+        other.keep_secret_in(tmp_path / "file")

@@ -1,15 +1,19 @@
+import tracemalloc
+
 import msgspec
 import pytest
 
 from kvcomm.wire import messages
 from kvcomm.wire.frames import FrameReader, encode_frame
 from kvcomm.wire.messages import (
+    ITEMS_MAX,
     MESSAGES,
     BlockCopies,
     BlockGet,
     BlockItem,
     BlockListed,
     BlockPut,
+    BlockReserve,
     BlockReserved,
     Failure,
     Grant,
@@ -68,6 +72,35 @@ def test_round_trip(message: Message) -> None:
     reader.buffer()[: len(piece)] = piece
     [frame] = reader.advance(len(piece))
     assert (frame.request, frame.message, frame.payload) == (9, message, [])
+
+
+def test_a_list_that_is_too_long_is_refused_before_its_items_are_made() -> None:
+    body = msgspec.msgpack.encode(BlockReserve([Want(b"", 0)] * (ITEMS_MAX + 1)))
+    decoder = msgspec.msgpack.Decoder(BlockReserve)
+    tracemalloc.start()
+    try:
+        with pytest.raises(msgspec.ValidationError, match="length"):
+            decoder.decode(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000
+
+
+def test_no_list_or_map_of_a_message_is_without_a_bound() -> None:
+    structs = [value for value in vars(messages).values() if _is_struct(value)]
+    collections = [
+        (cls.__name__, field.name, field.type)
+        for cls in structs
+        for field in msgspec.inspect.type_info(cls).fields  # type: ignore[attr-defined]
+        if isinstance(field.type, msgspec.inspect.ListType | msgspec.inspect.DictType)
+    ]
+    assert len(collections) > 20
+    assert [each for each in collections if not each[2].max_length] == []
+
+
+def _is_struct(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, msgspec.Struct)
 
 
 def test_messages_are_tagged_arrays_without_field_names() -> None:

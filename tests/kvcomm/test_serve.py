@@ -168,6 +168,37 @@ def test_garbage_closes_its_own_connection_only(server: Served, service: KeyValu
         assert service.ended == [service.welcomed[1].connection]
 
 
+def test_a_number_used_again_before_its_answer_ends_the_connection(
+    server: Served, service: KeyValues
+) -> None:
+    """Services go by the number: the answer of one request must not be taken for another's."""
+    with guest(server.address) as dialogue:
+        dialogue.say(1, PUT)
+        until(lambda: len(service.held) == 1)
+        server.call(lambda: service.held[0](Done()))
+        assert dialogue.hear().message == Done()
+        dialogue.say(1, PUT)  # answered: free again
+        dialogue.say(1, PUT)
+        failure = dialogue.hear().message
+        assert isinstance(failure, Failure)
+        assert (failure.code, "request 1" in failure.text) == ("corrupt", True)
+        assert ends(dialogue)
+    assert service.handled == [PUT, PUT]
+
+
+def test_a_number_of_a_request_whose_payload_arrives_is_taken(server: Served, service: KeyValues) -> None:
+    """Both puts in one segment: the second must not take the place of the first before that is handled."""
+    put = encode_frame(1, BlockPut(0, [Want(b"k", 3)]), [b"abc"])
+    with guest(server.address) as dialogue:
+        dialogue.socket.sendall(b"".join([*put, *put]))
+        failure = dialogue.hear().message
+        assert isinstance(failure, Failure)
+        assert failure.code == "corrupt"
+        assert ends(dialogue)
+    until(lambda: len(service.ended) == 1)
+    assert service.values == {}
+
+
 def test_an_oversized_frame_is_refused_by_its_announcement(service: KeyValues) -> None:
     with served(service, payload_bytes_max=1_000) as server, guest(server.address) as dialogue:
         head = encode_frame(1, BlockPut(0, [Want(b"k", 1_001)]), [bytes(1_001)])[0]

@@ -607,3 +607,25 @@ def test_many_threads_on_everything_keep_the_books():
     l1.check()
     assert l1.stats().flight_count == 0
     assert l1.stats().used_bytes <= 6 * COPY_BYTES
+
+
+def test_a_forked_child_begins_empty_and_counts_on():
+    """As the fork may have found it: locked by a thread, with a reader that will never come back."""
+    l1 = tier()
+    key = block(0).key
+    l1.put(block(1, pinned=True))
+    l1.get([block(1).key])
+    l1.claim([key], 0.0, 100.0)
+    l1.claim([key], 0.0, 100.0)
+    before = l1.stats()
+    l1._gate.__enter__()
+    l1.forked()
+    after = l1.stats()
+    assert (after.block_count, after.used_bytes, after.pinned_bytes, after.flight_count) == (0, 0, 0, 0)
+    assert (after.hits_total, after.led_total, after.followed_total) == (
+        before.hits_total,
+        before.led_total,
+        before.followed_total,
+    )
+    assert l1.claim([key], 0.0, 100.0).mine == [key], "the lost leader is not waited for"
+    l1.check()

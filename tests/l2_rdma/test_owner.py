@@ -5,6 +5,7 @@ import pytest
 from kvcomm.block import HEADER_BYTES, BlockHeader
 from kvcomm.blockstore import BlockStore
 from kvcomm.wire.messages import Grant, Want
+from l2_rdma import owner
 from l2_rdma.layout import BACKED_WORD, PIN_SHARE_WORD, RESERVED_FLAG, SUSPECT_FIRST_WORD
 from l2_rdma.owner import ANY_TENANT, REBALANCE_INTERVAL_S
 from tests.l2_rdma.regions import (
@@ -332,6 +333,32 @@ def test_a_starving_size_takes_a_slab_from_another_size():
     pool.owner.check()
 
 
+def test_taking_a_slab_weighs_a_few_and_passes_over_those_in_use(monkeypatch):
+    """Weighing all would stop the loop of a large pool for tenths of a second."""
+    pool = OwnedMemory(slab_count=20, layout={"index_entries": 1024})
+    for number in range(20 * SLOTS):
+        assert pool.put(number) == "stored"
+    held = [pool.lease(number) for number in range(10 * SLOTS)]
+    weighed = []
+    marked = pool.owner._marked
+
+    def weigh(slot):
+        weighed.append(slot)
+        return marked(slot)
+
+    monkeypatch.setattr(pool.owner, "_marked", weigh)
+
+    for number in range(100, 104):
+        assert pool.reserve(number, copy_bytes=3 * COPY_BYTES).status == "granted"
+
+    assert 0 < len(weighed) <= 4 * owner.SLABS_COMPARED * SLOTS
+    assert all(not slot.leases for slot in weighed)
+    assert len({slot.offset // SLAB_BYTES for slot in weighed}) > owner.SLABS_COMPARED, "others each time"
+    for lease in held:
+        lease.release()
+    pool.owner.check()
+
+
 def test_a_slab_with_something_pinned_is_not_taken():
     pool = OwnedMemory(slab_count=1)
     pool.owner.open_pins(5, 4)
@@ -388,12 +415,13 @@ def test_more_blocks_than_index_entries_displace_each_other():
 def test_a_report_of_damage_is_checked_before_it_is_believed():
     pool = OwnedMemory()
     pool.put(1)
-    pool.owner.quarantine(key_of(1))
-    pool.owner.quarantine(key_of(2))
+    pool.owner.quarantine([key_of(1), key_of(2)], TENANT)
     assert pool.present(1) == [True], "a broken reader cannot empty the pool"
 
     pool.memory[pool.offset_of(1) + 300] ^= 1
-    pool.owner.quarantine(key_of(1))
+    pool.owner.quarantine([key_of(1)], OTHER_TENANT)
+    assert pool.present(1) == [True], "not theirs to speak of"
+    pool.owner.quarantine([key_of(1)], TENANT)
 
     assert pool.present(1) == [False]
     assert pool.owner.usage().quarantined_count == 1
@@ -414,6 +442,38 @@ def test_readers_report_through_memory():
 
     assert pool.present(1, 2) == [False, True]
     assert pool.words[SUSPECT_FIRST_WORD] == 0
+
+
+def test_a_flood_of_reports_is_looked_at_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(owner, "INSPECT_BYTES_MAX", 2 * COPY_BYTES)
+    pool = OwnedMemory()
+    for number in range(6):
+        pool.put(number)
+    for number, offset in [(number, pool.offset_of(number)) for number in range(6)]:
+        pool.memory[offset + 300] ^= 1
+        pool.words[SUSPECT_FIRST_WORD + number] = offset if number < 3 else 0
+
+    pool.owner.tick(1.0)
+    assert pool.owner.usage().quarantined_count == 2
+    pool.owner.tick(2.0)
+    assert pool.owner.usage().quarantined_count == 3
+    pool.owner.quarantine([key_of(number) for number in range(3, 6)], TENANT)
+    assert pool.present(3, 4, 5) == [False, False, True]
+
+
+def test_a_batch_that_meets_a_full_class_looks_for_room_once():
+    """Finding out that nothing can go takes a look at every slot: a large batch would stop the loop."""
+    asked = []
+    pool = OwnedMemory(more=lambda: asked.append("more"))
+    held = pool.owner.reserve([Want(key_of(number), COPY_BYTES) for number in range(8)], 1, TENANT, 0.0)
+    assert {grant.status for grant in held} == {"granted"}
+
+    late = pool.owner.reserve([Want(key_of(number), COPY_BYTES) for number in range(50, 90)], 2, TENANT, 1.0)
+    assert {grant.status for grant in late} == {"full"}
+    assert len(asked) == 1
+
+    pool.owner.abort([held[0].token], 1)
+    assert pool.reserve(50, holder=2, now=1.0).status == "granted", "the next batch looks again"
 
 
 def test_a_scribbled_index_entry_is_repaired_by_the_next_writer():
@@ -490,6 +550,28 @@ def test_memory_is_asked_for_before_anything_is_evicted():
     assert pool.owner.spare_bytes == 0
 
     assert pool.put(50) == "stored"
+    assert pool.owner.usage().evicted_count == 1
+
+
+def test_no_reserve_of_free_slots_is_made_by_evicting_while_there_is_memory():
+    reaches: list[int] = []
+    pool = OwnedMemory(
+        slab_count=17,
+        layout={"index_entries": 1024},
+        backed_bytes=0,
+        more=lambda: reaches.pop(0) if reaches else None,
+    )
+    first = pool.layout.slots_offset + 16 * SLAB_BYTES
+    reaches.append(first)
+    assert [pool.put(number) for number in range(16 * SLOTS)] == ["stored"] * 16 * SLOTS
+
+    reaches.append(first + SLAB_BYTES)
+    pool.owner.tick(1.0)
+    assert pool.owner.usage().evicted_count == 0
+    assert pool.owner.spare_bytes == SLAB_BYTES
+
+    assert [pool.put(100 + number) for number in range(SLOTS)] == ["stored"] * SLOTS
+    pool.owner.tick(2.0)
     assert pool.owner.usage().evicted_count == 1
 
 

@@ -3,7 +3,7 @@ import pytest
 from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader
 from kvcomm.errors import PayloadError
 from l2_rdma.reader import Verification
-from tests.l2_rdma.regions import COPY_BYTES, PAYLOAD_BYTES, header_of, key_of, payload_of
+from tests.l2_rdma.regions import COPY_BYTES, PAYLOAD_BYTES, TENANT, header_of, key_of, payload_of
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_payload_is_verified_once_a_process_and_generation(pool):
 
     pool.memory = pool.region.memory
     pool.memory[slot_of(pool, 1) + 300] ^= 1
-    pool.owner.quarantine(key_of(1))
+    pool.owner.quarantine([key_of(1)], TENANT)
     pool.put(1)
     assert pool.reader.view(key_of(1)) is not None
     assert pool.reader.counters.payloads_verified == 2
@@ -117,7 +117,7 @@ def test_a_slot_that_moved_is_tried_once_more(make_pool):
 
     def move():
         pool.region.memory[slot_of(pool, 1) + 300] ^= 1
-        pool.owner.quarantine(key_of(1))
+        pool.owner.quarantine([key_of(1)], TENANT)
         pool.put(1)
 
     verify.moves = [move]
@@ -172,7 +172,6 @@ def test_a_destination_that_does_not_fit_is_the_callers_mistake(pool):
 
 def test_writing_needs_a_living_reservation_of_this_region(pool):
     from kvcomm.wire.messages import Want
-    from tests.l2_rdma.regions import TENANT
 
     grant = pool.owner.reserve([Want(key_of(2), COPY_BYTES)], 1, TENANT, 0.0)[0]
     reader = pool.reader

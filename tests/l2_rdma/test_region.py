@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import stat
@@ -51,6 +52,19 @@ def test_a_region_is_a_private_file_named_after_its_owner(region, tmp_path):
     assert status.st_size == region.header.layout.region_bytes
     assert region.path.parent == tmp_path
     assert region.path.name.startswith("kvcomm-tests-pool_0-")
+
+
+def test_a_process_without_room_to_map_a_region_goes_without(region, monkeypatch):
+    before = os.listdir("/proc/self/fd")
+
+    def refuse(*args):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mmap.mmap", refuse)
+        with pytest.raises(Unavailable, match="cannot be mapped"):
+            Region.attach(region.path, TENANT)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_names_cannot_leave_the_directory(tmp_path):
@@ -147,7 +161,7 @@ def test_garbage_is_refused(region, tmp_path):
 
 
 def test_too_little_shared_memory_names_the_key_to_change(tmp_path):
-    with pytest.raises(ConfigError, match=r"cache\.l2_size"):
+    with pytest.raises(ConfigError, match=r"cache\.l2_size.*cache\.l3_size"):
         Region.create(
             tmp_path,
             instance="tests",

@@ -1,9 +1,12 @@
 import asyncio
 import gc
+import itertools
 import os
+import socket
 import threading
 import time
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import pytest
 
@@ -27,9 +30,9 @@ from kvcomm.wire.messages import (
     Message,
     Want,
 )
-from l2_rdma.tier import L2Tier
+from l2_rdma.tier import BACKOFF_MAX_S, L2Tier, _prefault
 from tests.l2_rdma.pools import OPTIONS, TENANT_NAME, pool_thread
-from tests.l2_rdma.regions import header_of, key_of, payload_of
+from tests.l2_rdma.regions import header_of, key_of, layout_of, payload_of, region_header
 from tests.peers import CREDENTIALS, IDENTITY, served, soon, until
 
 DIGEST = CREDENTIALS.tenant_digest(TENANT_NAME)
@@ -303,12 +306,72 @@ def test_many_threads_attach_once(pool, make_agent):
     assert sorted(agent.get(*range(16))) == list(range(16))
 
 
-def test_prefaulting_ends_with_the_tier(pool, make_agent):
-    agent = make_agent(pool.address, prefault=True)
+def attendants():
+    return [each for each in threading.enumerate() if each.name == "kvcomm-l2-attendant"]
+
+
+@pytest.mark.parametrize("prefault", [False, True])
+def test_the_attendant_ends_with_the_tier(pool, make_agent, prefault):
+    agent = make_agent(pool.address, prefault=prefault)
     assert agent.put(copy_of(1)) == ["stored"]
+    assert len(attendants()) == 1
     agent.close()
 
-    until(lambda: not [each for each in threading.enumerate() if each.name == "kvcomm-l2-prefault"])
+    until(lambda: not attendants())
+
+
+def test_an_idle_agent_does_not_keep_the_memory_of_a_dead_pool(tmp_path, make_agent, monkeypatch):
+    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    with pool_thread(tmp_path) as pool:
+        agent = make_agent(pool.address)
+        agent.put(copy_of(1))
+        region = weakref.ref(agent.tier._attachment.region)
+
+    until(lambda: region() is None)
+    assert not agent.tier.stats().attached
+    until(lambda: not attendants())
+
+
+def test_a_tier_that_nobody_has_any_more_leaves_the_pool(pool, monkeypatch):
+    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    agent = Agent(pool.address)
+    agent.put(copy_of(1))
+    attachment, _ = agent.tier._current()
+    assert attachment is not None
+    region = weakref.ref(attachment.region)
+    del attachment
+    agent.peers.close()
+    del agent
+    gc.collect()
+
+    until(lambda: region() is None)
+    until(lambda: pool.running.server.connection_count == 0)
+
+
+class SlowMemory:
+    """A region of three slices of which two have memory; entering one takes 10 ms."""
+
+    def __init__(self):
+        self.header = region_header(layout_of(6 << 8))  # 6 MiB of slots
+        self.backed_bytes = 4 << 20
+        self.populated, self.now = [], 0.0
+
+    def populate(self, begin, end):
+        self.populated.append((begin, end))
+        self.now += 0.01
+        return True
+
+
+def test_prefaulting_takes_a_tenth_of_a_core_and_waits_for_memory_to_arrive():
+    memory = SlowMemory()
+
+    rests = _prefault(cast("Any", memory), lambda: memory.now)
+
+    assert list(itertools.islice(rests, 4)) == [pytest.approx(0.09), pytest.approx(0.09), 0.5, 0.5]
+    assert memory.populated == [(0, 2 << 20), (2 << 20, 4 << 20)]
+    memory.backed_bytes = memory.header.layout.region_bytes
+    assert next(rests) == pytest.approx(0.09)
+    assert memory.populated[2] == (4 << 20, 6 << 20)
 
 
 @pytest.mark.processes
@@ -392,6 +455,51 @@ def test_what_the_pool_says_becomes_a_status(pool, make_agent, reply, status):
 
     assert result == [status]
     assert kinds(asked) == [BlockReserve]
+
+
+def test_a_pool_that_does_not_answer_is_not_asked_for_every_batch(pool, make_agent, monkeypatch):
+    """Each request would wait as long as the first one."""
+    monkeypatch.setattr("l2_rdma.tier.BATCH_BLOCKS", 2)
+    copies = [copy_of(1), copy_of(2, SMALL), copy_of(3), copy_of(4, SMALL)]
+
+    result, asked = drive(make_agent(pool.address).tier.put(copies), [Failure("unavailable", "")])
+    assert result == ["unavailable"] * 4
+    assert kinds(asked) == [BlockReserve]
+
+    result, asked = drive(
+        make_agent(pool.address).tier.put(copies[1:]),
+        [BlockReserved([Grant("full")]), Failure("unavailable", "")],
+    )
+    assert result == ["unavailable", "full", "unavailable"]
+    assert kinds(asked) == [BlockReserve, BlockPut]
+
+
+def test_operations_wait_for_the_first_attempt_to_attach_and_for_none_after_a_failure(tmp_path):
+    """A pool that hangs would take ``attach_timeout_s`` of an operation's time again and again, and other
+    tiers have what it asks for."""
+    ahead_s = [0.0]
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(f"{tmp_path}/pool.sock")
+        mute.listen()
+        tier = L2Tier(
+            f"unix://{tmp_path}/pool.sock",
+            IDENTITY,
+            attach_timeout_s=0.05,
+            clock=lambda: time.monotonic() + ahead_s[0],
+        )
+        first = tier.lookup([key_of(1)])
+        assert isinstance(next(first), Park)
+        assert drive(tier.lookup([key_of(1)]), []) == ([None], [])
+        until(lambda: tier._attempt is None)
+
+        ahead_s[0] += BACKOFF_MAX_S
+        later = tier.lookup([key_of(1)])
+        with pytest.raises(StopIteration) as end:
+            next(later)
+        assert end.value.value == [None]
+        assert tier._attempt is not None, "it is tried again, in the background"
+        tier.close()
+        until(lambda: tier._attempt is None)
 
 
 @pytest.mark.parametrize(

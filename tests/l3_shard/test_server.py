@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,16 @@ import pytest
 
 from kvcomm.block import NO_PARENT, Incarnation, block_keys, header_for
 from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, Refused, StaleEpoch, Unavailable
-from kvcomm.rpc import Connection, Identity, Peers, run_blocking
+from kvcomm.rpc import KEY_VECTOR, Connection, Identity, Peers, run_blocking
 from kvcomm.steps import Steps
 from kvcomm.tier import Block, BlockCopy
+from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
+    PROTOCOL_VERSION,
     BlockGet,
     BlockPut,
+    Failure,
+    Hello,
     RecordGet,
     RecordPut,
     RecordReplicate,
@@ -37,7 +42,7 @@ from l3_shard.store import Fsync, RecordStore
 from l3_shard.tier import L3Tier
 from tests.blockstores import DictStore
 from tests.namespaces import namespace
-from tests.peers import CREDENTIALS, IDENTITY, soon, until
+from tests.peers import CREDENTIALS, IDENTITY, Dialogue, soon, until
 
 NAMESPACE = namespace(head_dim=256).for_tenant(CREDENTIALS.tenant_digest("acme"))
 
@@ -186,6 +191,36 @@ def test_records_are_written_read_replaced_listed_and_deleted(cluster: Cluster) 
     cluster.put(b"dir/k", None, cluster.get(b"dir/k").context)
     assert cluster.get(b"dir/k").values == () and cluster.get(b"never").context == {}
     until(lambda: cluster.run(cluster.tier().record_scan(b"dir/")) == [])
+
+
+def test_a_copy_that_was_damaged_in_its_shard_is_hidden_and_published_again(lone: Cluster) -> None:
+    copies = make_copies(4)
+    keys = [copy.key for copy in copies]
+    tier, stored = lone.tier(), lone.stores["a"].copies
+    lone.run(tier.put(copies))
+    lone.on_loop(lambda: stored[keys[2]].buffer.__setitem__(-1, stored[keys[2]].buffer[-1] ^ 1))
+    found: dict[int, Block] = {}
+    lone.run(tier.get(keys, found.__setitem__))
+    assert sorted(found) == [0, 1, 3]
+    assert lone.run(tier.put(copies)) == ["present", "present", "stored", "present"]
+    lone.run(tier.get(keys, found.__setitem__))
+    assert bytes(found[2].payload) == bytes(copies[2].payload)
+
+
+def test_a_client_that_uses_a_number_twice_harms_itself_alone(lone: Cluster) -> None:
+    """Not the shard, which would find that it answered one request twice."""
+    hello = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
+    put = b"".join(encode_frame(1, RecordPut(1, [RecordWrite(b"k", b"v", {})])))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{lone.directory}/a.sock")
+        rogue = Dialogue(connection)
+        rogue.say(0, hello)
+        rogue.hear()
+        connection.sendall(put + put)
+        assert isinstance(rogue.hear().message, Failure)
+    lone.put(b"other", b"2")
+    assert lone.get(b"other").values == (b"2",)
+    assert lone.ends == {}
 
 
 def test_many_records_in_one_batch(cluster: Cluster) -> None:

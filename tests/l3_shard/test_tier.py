@@ -21,6 +21,8 @@ from kvcomm.wire.messages import (
     BlockPresence,
     BlockPut,
     BlockStored,
+    BlockSuspect,
+    Done,
     Failure,
     Message,
     RecordGet,
@@ -137,6 +139,11 @@ class Shards:
                     held[want.key], payload = payload[: want.copy_bytes], payload[want.copy_bytes :]
                     verify_copy(held[want.key], BlockKey(want.key))
                 return BlockStored(statuses), []
+            case BlockSuspect(keys=keys):
+                for key in keys:
+                    if held.get(key) != BYTES[BlockKey(key)]:
+                        held.pop(key, None)
+                return Done(), []
             case RecordGet(keys=keys):
                 return RecordStates([self.records.get(key) for key in keys]), []
             case RecordPut(writes=writes):
@@ -223,11 +230,39 @@ def test_a_damaged_copy_is_counted_and_the_next_owner_asked():
     assert tier.counts.damaged_count == 1
 
 
-def test_a_damaged_only_copy_is_a_miss():
+def test_a_damaged_only_copy_is_a_miss_that_can_be_published_again():
     shards = Shards(ring_map("a"))
     shards.fill()
     shards.blocks["a"][KEYS[3]] = BYTES[KEYS[4]]
-    assert 3 not in shards.fetch(shards.tier())
+    tier = shards.tier()
+    assert shards.run(tier.lookup([KEYS[3]])) == [True]
+    assert sorted(shards.fetch(tier)) == [index for index in range(COUNT) if index != 3]
+    assert shards.run(tier.lookup([KEYS[3]])) == [False]
+    assert shards.run(tier.put([COPIES[3]])) == ["stored"]
+    assert len(shards.fetch(tier)) == COUNT
+
+
+def test_the_shard_that_sent_damage_is_told_before_the_rest_is_awaited():
+    """Whoever reads only as far as the gap ends the operation there."""
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    for index in (3, 5, 40):
+        shards.blocks["a"][KEYS[index]] = BYTES[KEYS[9]]
+    assert len(shards.fetch(shards.tier())) == COUNT - 3
+    messages = [message for _, message in shards.asked]
+    told = [message for message in messages if isinstance(message, BlockSuspect)]
+    assert told == [BlockSuspect([KEYS[3], KEYS[5]]), BlockSuspect([KEYS[40]])]
+    assert isinstance(messages[-1], BlockGet), "the reports went out in between"
+
+
+@pytest.mark.parametrize("code", ["refused", "unavailable"])
+def test_a_shard_that_does_not_want_to_hear_of_damage_is_left_alone(code):
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    shards.blocks["a"][KEYS[3]] = BYTES[KEYS[4]]
+    shards.special = lambda node, asked: Failure(code, "no") if isinstance(asked, BlockSuspect) else None
+    assert len(shards.fetch(shards.tier())) == COUNT - 1
+    assert len(shards.fetch(shards.tier())) == COUNT - 1
 
 
 def test_a_lost_copy_is_served_by_the_next_owner():

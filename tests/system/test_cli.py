@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvcomm.instance import Instance
-from tests.system.conftest import CONFIG, Cluster, eventually
+from tests.system.conftest import CONFIG, Cluster, eventually, make_namespace, payloads
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -28,7 +29,7 @@ def kvcomm(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[b
     )
 
 
-def test_state_from_the_shell(cluster: Cluster) -> None:
+def test_state_from_the_shell(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("--instance", cluster.instance.name, "--config", str(cluster.config))
     assert kvcomm("get", "lamp", "color", *at).returncode == 1
     assert kvcomm("put", "lamp", "color", "red", *at).returncode == 0
@@ -38,8 +39,11 @@ def test_state_from_the_shell(cluster: Cluster) -> None:
     assert kvcomm("put", "lamp", "color", "blue", "--blind", *at).returncode == 0
     siblings = kvcomm("get", "lamp", "color", "--json", *at)
     assert len(json.loads(siblings.stdout)["values_base64"]) == 2
+    monkeypatch.setenv("KVCOMM_ADDRESS", "tcp://127.0.0.1:1")  # what the options say goes before it
+    assert kvcomm("put", "lamp-2", "color", "red", *at).returncode == 0
     listed = kvcomm("ls", "state/lamp", *at)
     assert listed.stdout == b"state/lamp/color\n"
+    assert kvcomm("ls", "state/lamp/color", *at).stdout == b"state/lamp/color\n"
 
 
 def test_status_names_every_node(cluster: Cluster) -> None:
@@ -70,14 +74,60 @@ def test_bench_fetch_measures(cluster: Cluster) -> None:
     assert all(row["blocks"] == 8 for row in rows)
 
 
-def test_metrics_are_served(cluster: Cluster) -> None:
+def scraped(cluster: Cluster, node: str) -> dict[str, float]:
     import urllib.request
 
-    for record in cluster.instance.nodes():
-        with urllib.request.urlopen(f"http://{record.metrics}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
-        assert "kvcomm_store_capacity_bytes" in text
-        assert f'node="{record.node}"' in text
+    with urllib.request.urlopen(f"http://{cluster.node(node).metrics}/metrics", timeout=5) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(number) for name, _, number in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_are_served_and_count_what_happens(cluster: Cluster) -> None:
+    with cluster.client() as kv:
+        for index in range(20):
+            kv.state("counted").put(str(index), b"v")
+        kv.publish(make_namespace("counted"), range(32), payloads(make_namespace("counted"), 2))
+        pool, shards = scraped(cluster, "pool-0"), [scraped(cluster, f"shard-{n}") for n in range(3)]
+    assert pool["kvcomm_store_capacity_bytes"] > 0
+    assert any(name.startswith("kvcomm_node_info") and 'node="pool-0"' in name for name in pool)
+    assert pool['kvcomm_requests_total{message="BlockReserve"}'] >= 1
+    assert pool['kvcomm_reservations_total{status="granted"}'] >= 2
+    assert pool["kvcomm_connections"] >= 1
+    total = {name: sum(shard.get(name, 0) for shard in shards) for name in shards[0]}
+    assert total['kvcomm_requests_total{message="RecordPut"}'] >= 1
+    assert total['kvcomm_replication_acks_total{outcome="acked"}'] >= 20
+    assert total['kvcomm_reservations_total{status="granted"}'] >= 2
+    for shard in shards:
+        assert shard["kvcomm_fsyncs_total"] == shard["kvcomm_fsync_seconds_count"]
+    eventually(lambda: any(scraped(cluster, f"shard-{n}")["kvcomm_fsyncs_total"] for n in range(3)))
+
+
+def test_up_says_why_a_node_cannot_start(tmp_path: Path) -> None:
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text("cache: {l2_size: 900TB, l3_size: 16MiB}\ncluster: {shards: 1}\n")
+    said = kvcomm("up", "--instance", "hopeless", "--config", str(config))
+    instance = Instance.open("hopeless")
+    try:
+        assert said.returncode == 1, said.stderr
+        text = said.stderr.decode()
+        assert "pool-0 does not come up" in text
+        assert "asked for" in text
+        assert "Traceback" not in text
+        assert instance.nodes() == []
+    finally:
+        eventually(lambda: not instance.nodes())
+        instance.remove()
+
+
+def test_an_embedded_cluster_that_cannot_start_says_why(tmp_path: Path) -> None:
+    from kvcomm.embedded import Embedded
+    from kvcomm.errors import Unavailable
+
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text("cache: {l2_size: 900TB, l3_size: 16MiB}\ncluster: {shards: 1}\n")
+    with pytest.raises(Unavailable, match=r"asked for"):
+        Embedded.start("hopeless-guest", config, time.monotonic() + 60)
+    assert "hopeless-guest" not in [each.name for each in Instance.list()]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +205,29 @@ def test_up_stops_cleanly_and_keeps_its_records(foreground: subprocess.Popen[byt
         second.send_signal(signal.SIGTERM)
         assert second.wait(30) == 0
         second.stdout.close() if second.stdout else None
+
+
+def test_records_in_a_lasting_place_outlive_the_instance(tmp_path: Path) -> None:
+    from kvcomm import connect
+
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(CONFIG.replace("shards: 3", "shards: 1") + f"  directory: {tmp_path / 'records'}\n")
+    command = [sys.executable, "-m", "kvcomm.cli", "up", "--instance", "lasting", "--config", str(config)]
+    for life in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            assert b"is up" in process.stdout.readline()
+            with connect(config, instance="lasting") as kv:
+                if life:
+                    assert kv.state("kept").get("k").value == b"v"
+                else:
+                    kv.state("kept").put("k", b"v")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            process.stdout.close() if process.stdout else None
+            Instance.open("lasting").remove()  # as a restart of the host does
 
 
 def test_a_killed_supervisor_takes_its_nodes_along(foreground: subprocess.Popen[bytes]) -> None:

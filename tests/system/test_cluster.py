@@ -19,13 +19,15 @@ import pytest
 
 from kvcomm import Namespace, connect, connect_async
 from kvcomm.block import BlockKey, Buffer
-from kvcomm.client import Client
-from kvcomm.errors import Conflict, KVCommError, PayloadError, Refused, TooLarge, Unavailable
+from kvcomm.client import DEADLINE_S, Client
+from kvcomm.control import ControlClient
+from kvcomm.embedded import Embedded
+from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, PayloadError, Refused, TooLarge, Unavailable
 from kvcomm.namespace import TenantDigest
 from kvcomm.steps import Steps
 from kvcomm.tier import Block
 from kvcomm.wire.messages import VALUE_BYTES_MAX
-from tests.system.conftest import Cluster, eventually, make_namespace, payloads
+from tests.system.conftest import CONFIG, Cluster, eventually, make_namespace, payloads
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -359,6 +361,87 @@ def _flip(region: Path, pattern: bytes) -> int:
         file.seek(at + len(pattern) // 2)
         file.write(bytes([pattern[0] ^ 0xFF]))
     return 1
+
+
+def test_a_killed_client_leaves_no_pins(cluster: Cluster, kv: Client, namespace: Namespace) -> None:
+    kv.publish(namespace, TOKENS, payloads(namespace, 8))
+    program = (
+        "import sys, time, kvcomm\n"
+        "from tests.system.conftest import make_namespace\n"
+        "kv = kvcomm.connect(sys.argv[1], instance=sys.argv[2])\n"
+        "hit = kv.fetch(make_namespace(sys.argv[3]), list(range(133)))\n"
+        "print(sum(block.pinned for block in hit.blocks), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    reader = subprocess.Popen(
+        [sys.executable, "-c", program, str(cluster.config), cluster.instance.name, namespace.revision],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"8\n"
+        eventually(lambda: _pinned_bytes(cluster) >= 8 * namespace.block_bytes)
+    finally:
+        reader.kill()
+        reader.wait()
+        reader.stdout.close() if reader.stdout else None
+    eventually(lambda: _pinned_bytes(cluster) == 0)
+
+
+def _pinned_bytes(cluster: Cluster) -> int:
+    token = cluster.instance.credentials().token("status")
+    with ControlClient(cluster.node("pool-0").control, token) as control:
+        usage = control.status(timeout_s=5.0).usage
+    assert usage is not None
+    return usage.pinned_bytes
+
+
+def test_when_the_whole_cluster_ends_a_client_is_told_in_time(tmp_path: Path, namespace: Namespace) -> None:
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(CONFIG.replace("shards: 3", "shards: 1"))
+    embedded = Embedded.start(f"ending-{os.getpid()}", config, time.monotonic() + 60)
+    try:
+        with connect(config, instance=embedded.instance) as kv:
+            kv.publish(namespace, TOKENS, payloads(namespace, 8))
+            kv.fetch(namespace, TOKENS[:64])
+            kv.state("s").put("k", b"v")
+            embedded.stop()
+            begin = time.monotonic()
+            assert kv.fetch(namespace, TOKENS).token_count == 64, "what this process holds"
+            assert kv.publish(namespace, TOKENS, payloads(namespace, 8)).failed >= 4
+            with pytest.raises(Unavailable):
+                kv.state("s").get("k")
+            with pytest.raises((Unavailable, OutcomeUnknown)):
+                kv.state("s").put("k", b"w")
+            assert kv.metrics()
+            assert time.monotonic() - begin < 4 * DEADLINE_S + 5
+        with pytest.raises(Refused, match="no instance"):
+            connect(config, instance=embedded.instance)
+    finally:
+        embedded.stop()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_again_under_pins_of_its_own(
+    cluster: Cluster, kv: Client, namespace: Namespace
+) -> None:
+    kv.publish(namespace, TOKENS, payloads(namespace, 8))
+    assert kv.fetch(namespace, TOKENS).tiers["l2"] == 128
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            hit = kv.fetch(namespace, TOKENS)
+            right = [bytes(block.payload) for block in hit.blocks] == payloads(namespace, 8)
+            kv.state("forked").put("k", b"from the child")
+            code = 0 if right and hit.tiers == {"l1": 0, "l2": 128, "l3": 0} else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    hit = kv.fetch(namespace, TOKENS)
+    assert hit.tiers["l1"] == 128, "the parent's pins stand"
+    assert [bytes(block.payload) for block in hit.blocks] == payloads(namespace, 8)
+    assert kv.state("forked").get("k").value == b"from the child"
 
 
 def test_an_embedded_cluster_ends_with_its_killed_owner(cluster: Cluster) -> None:
