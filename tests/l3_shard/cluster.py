@@ -1,15 +1,18 @@
 """``Cluster``: shard machines in one thread, a message network and disks drawn from one seed.
 
 Messages are delayed, overtake each other and get lost, in either direction; disks take time; nodes crash
-(keeping what was durable), lose their disk (coming back under a new replica id), or find a record damaged.
-Every machine checks its invariants after every event.
+(keeping what was durable), lose their disk (coming back under a new replica id), find a record damaged, or
+are away for a while.  Every machine checks its invariants after every event.
 """
 
 import heapq
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import TypeVar
 
 from kvcomm.machine import (
     Answered,
@@ -27,9 +30,12 @@ from kvcomm.machine import (
 from kvcomm.wire.messages import Failure, Message, RecordReplicate, RecordState, RingMap, RingNode
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
+from l3_shard.merkle import leaf_of, state_digest
+from l3_shard.repair import RepairOptions
 from l3_shard.replica import first_replica, later
 from l3_shard.shard import Shard
-from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
+from l3_shard.tombstones import dead_since
 
 NODE_TENANT = b"N" * 16
 TENANT = b"T" * 16
@@ -47,11 +53,24 @@ class Disk:
     replica: str
     records: dict[bytes, RecordState] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
+    notes: dict[bytes, bytes] = field(default_factory=dict)
 
     def write(self, persist: Persist) -> None:
-        self.records.update(persist.writes)
+        _update(self.records, [(key, state if state.context else None) for key, state in persist.writes])
+        _update(self.notes, persist.notes)
         self.replica = later(self.replica, persist.replica)
         self.damaged.difference_update(key for key, _ in persist.writes)
+
+
+T = TypeVar("T")
+
+
+def _update(held: dict[bytes, T], changes: Iterable[tuple[bytes, T | None]]) -> None:
+    for key, value in changes:
+        if value is None:
+            held.pop(key, None)
+        else:
+            held[key] = value
 
 
 @dataclass
@@ -70,8 +89,12 @@ class Cluster:
         names: str = "abc",
         faults: Faults | None = None,
         limits: ShardLimits | None = None,
+        repair: RepairOptions | None = None,
         **quorums: int,
     ) -> None:
+        self.repair = repair
+        self.away: set[str] = set()
+        """Nodes that no message reaches or leaves."""
         self.limits = limits or ShardLimits(request_timeout_s=1.0)
         self.draw = random.Random(seed)
         self.names = names
@@ -82,6 +105,7 @@ class Cluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._requests: dict[tuple[str, int], Callable[[Message], None]] = {}
         self._lives = dict.fromkeys(names, 0)
+        self._ticks: dict[str, float] = {}  # node -> when its next tick comes
         self._writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._drawn = count()
         self.disks = {name: Disk(self._new_replica()) for name in names}
@@ -152,7 +176,11 @@ class Cluster:
             node_tenant=NODE_TENANT,
             origin_ms=1_700_000_000_000,
             limits=self.limits,
+            repair=self.repair,
+            notes=dict(self.disks[name].notes),
         )
+        self._ticks.pop(name, None)
+        self.after(0.0, partial(self._deliver, name, self._lives[name], Tick()))
 
     def _deliver(self, node: str, life: int, event: Event) -> None:
         if life != self._lives[node]:
@@ -162,8 +190,19 @@ class Cluster:
         shard.check()
         for effect in effects:
             self._perform(node, effect)
-        if (deadline := shard.deadline()) is not None and not isinstance(event, Tick):
-            self.after(max(0.0, deadline - self.now), lambda: self._deliver(node, life, Tick()))
+        self._arm(node, life, shard.deadline())
+
+    def _arm(self, node: str, life: int, deadline: float | None) -> None:
+        if deadline is None or self._ticks.get(node, math.inf) <= deadline:
+            return
+        self._ticks[node] = when = max(self.now, deadline)
+
+        def tick() -> None:
+            if life == self._lives[node] and self._ticks.get(node) == when:
+                del self._ticks[node]
+                self._deliver(node, life, Tick())
+
+        self.after(when - self.now, tick)
 
     def _perform(self, node: str, effect: Effect) -> None:
         life = self._lives[node]
@@ -176,13 +215,21 @@ class Cluster:
                     self._deliver(node, life, Answered(ticket, answer))
 
                 self._request(
-                    peer, message, NODE_TENANT, answered, timeout_s=deadline - self.now, reliable=False
+                    peer,
+                    message,
+                    NODE_TENANT,
+                    answered,
+                    timeout_s=deadline - self.now,
+                    reliable=False,
+                    asker=node,
                 )
             case Load(ticket, keys):
                 self.after(self._disk_s(), lambda: self._load(node, life, ticket, keys))
             case Persist():
                 self._writing[node].append(effect)
                 self.after(self._disk_s(), lambda: self._persist(node, life, effect))
+            case Survey():
+                self.after(self._disk_s(), lambda: self._survey(node, life, effect))
             case Scan(ticket, prefix, after, limit):
                 self.after(self._disk_s(), lambda: self._scan(node, life, ticket, prefix, after, limit))
             case Stop(reason):
@@ -198,6 +245,7 @@ class Cluster:
         then: Callable[[Message], None],
         timeout_s: float,
         reliable: bool,
+        asker: str = "",
     ) -> None:
         """A request and its reply over the network: exactly one answer comes back, at the latest at the
         time-out."""
@@ -210,12 +258,12 @@ class Cluster:
                 then(reply)
 
         def reply_arrives(reply: Message) -> None:
-            if reliable or self.draw.random() >= self.faults.loss:
+            if self._passes(reliable, node, asker):
                 self.after(self._delay_s(), lambda: answer(reply))
 
         self._requests[node, number] = reply_arrives
         self.after(timeout_s, lambda: answer(Failure("unavailable", "no reply in time")))
-        if reliable or self.draw.random() >= self.faults.loss:
+        if self._passes(reliable, node, asker):
             origin = Origin(ConnectionId(1), number, tenant, 1)
             self.after(
                 self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
@@ -234,6 +282,17 @@ class Cluster:
             self._writing[node].remove(persist)
             self.disks[node].write(persist)
             self._deliver(node, life, Persisted(persist.ticket))
+
+    def _passes(self, reliable: bool, *ends: str) -> bool:
+        return self.away.isdisjoint(ends) and (reliable or self.draw.random() >= self.faults.loss)
+
+    def _survey(self, node: str, life: int, survey: Survey) -> None:
+        by_leaf: dict[int, list[Entry]] = {}
+        for key, state in sorted(self.disks[node].records.items()):
+            entry = Entry(key, state_digest(key, state), dead_since(state))
+            by_leaf.setdefault(leaf_of(key), []).append(entry)
+        leaves = tuple(tuple(by_leaf.get(leaf, ())) for leaf in survey.leaves)
+        self._deliver(node, life, Surveyed(survey.ticket, leaves))
 
     def _scan(self, node: str, life: int, ticket: Ticket, prefix: bytes, after: bytes, limit: int) -> None:
         records = self.disks[node].records
