@@ -320,6 +320,37 @@ DEFINITIONS: tuple[Definition, ...] = (
         {"outcome": ("acked", "failed")},
     ),
     Definition(
+        "kvcomm_hints", "gauge", _SHARD,
+        "Records that another shard missed and that this one will tell it about.",
+    ),
+    Definition(
+        "kvcomm_hint_bytes", "gauge", _SHARD, "What those hints take, of `cluster.hint_bytes`.",
+    ),
+    Definition(
+        "kvcomm_hints_total", "counter", _SHARD,
+        "What became of hints. `refused`: no room, left to comparing. `void`: nothing to tell any more.",
+        {"outcome": ("kept", "refused", "delivered", "expired", "void")},
+    ),
+    Definition(
+        "kvcomm_comparisons_total", "counter", _SHARD,
+        "Comparisons with another shard's records. `failed`: it did not answer; tried again.",
+        {"outcome": ("equal", "repaired", "failed")},
+    ),
+    Definition(
+        "kvcomm_repaired_records_total", "counter", _SHARD,
+        "Records in which a comparison found the other shard to know more (`pulled`) or less (`pushed`).",
+        {"direction": ("pulled", "pushed")},
+    ),
+    Definition(
+        "kvcomm_tombstones_removed_total", "counter", _SHARD,
+        "Deleted records that were removed for good, on every shard that kept them.",
+    ),
+    Definition(
+        "kvcomm_caught_up", "gauge", _SHARD,
+        "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
+        "ask those.",
+    ),
+    Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",
     ),
     Definition(

@@ -20,8 +20,9 @@ one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from xxhash import xxh3_64_intdigest
@@ -86,18 +87,12 @@ class RepairCounts:
     """Now."""
     hint_bytes: int
     """Now."""
-    hints_kept: int
-    hints_refused: int
-    hints_delivered: int
-    hints_expired: int
-    hints_void: int
-    comparisons_equal: int
-    comparisons_repaired: int
-    comparisons_failed: int
-    records_pulled: int
-    """Records in which a neighbour knew more."""
-    records_pushed: int
-    """Records in which a neighbour knew less, hints not counted."""
+    hints: Mapping[str, int]
+    """Kept, refused, delivered, expired, void; see ``HintCounts``."""
+    comparisons: Mapping[str, int]
+    """Equal, repaired, failed; see ``CompareCounts``."""
+    records: Mapping[str, int]
+    """Records in which a neighbour knew more (pulled) or less (pushed), hints not counted."""
     contradictions: int
     tombstones_removed: int
     caught_up: int
@@ -110,6 +105,8 @@ class _Neighbour:
     compare_at: float = 0.0
     turn: int = 0
     """Number of the wake-up or piece of work that is valid; what carries another comes too late."""
+    wake_at: float = math.inf
+    """When its next turn is."""
     working: bool = False
     failure_count: int = 0
     round_count: int = 0
@@ -209,12 +206,17 @@ class Repair:
             self._wake(neighbour, soon)
 
     def _wake(self, neighbour: _Neighbour, when: float) -> None:
+        """A turn at ``when`` or before: a row of missed writes must not put it off again and again."""
+        if when >= neighbour.wake_at:
+            return
+        neighbour.wake_at = when
         neighbour.turn += 1
         self._timers.at(when, partial(self._turn, neighbour, neighbour.turn))
 
     def _turn(self, neighbour: _Neighbour, turn: int) -> None:
         if turn != neighbour.turn or neighbour.working:
             return
+        neighbour.wake_at = math.inf
         now, epoch = self._desk.now, self._ring().epoch
         if self.hints.oldest(neighbour.node, 1):
             neighbour.working = True
@@ -283,6 +285,7 @@ class Repair:
 
     def _abandon(self, neighbour: _Neighbour) -> None:
         neighbour.turn += 1
+        neighbour.wake_at = math.inf
         neighbour.working = False
         if neighbour.comparing is not None:
             neighbour.comparing.abandon()
@@ -379,7 +382,7 @@ class Repair:
         width = FAN_OUT**message.depth if 0 <= message.depth < DEPTH else 0
         if len(message.indices) > NODES_MAX or not all(0 <= index < width for index in message.indices):
             raise Refused(f"no question for at most {NODES_MAX} inner nodes of depth {message.depth}")
-        request = self._open(origin)
+        request = self._open(origin, message.node)
 
         def answer(read: bool) -> None:
             if not request.open:
@@ -407,7 +410,7 @@ class Repair:
         leaves_known = all(0 <= leaf < LEAVES for leaf in message.leaves)
         if not 1 <= len(message.leaves) <= LEAVES_MAX or not leaves_known:
             raise Refused(f"no question for 1 to {LEAVES_MAX} leaves of {LEAVES}")
-        request = self._open(origin)
+        request = self._open(origin, message.node)
 
         def answer(leaves: Sequence[Sequence[Entry]] | None) -> None:
             if not request.open:
@@ -428,7 +431,9 @@ class Repair:
 
         self.forest.list_leaves(message.leaves, answer)
 
-    def _open(self, origin: Origin) -> Request:
+    def _open(self, origin: Origin, node: str) -> Request:
+        if node not in self._neighbours:
+            raise Refused(f"{node!r} keeps no record with {self._node}")
         request = self._desk.open(origin, 1)
         request.expire = partial(self._desk.close, request, Unavailable("the shard was too slow"))
         return request
@@ -440,16 +445,9 @@ class Repair:
         return RepairCounts(
             len(self.hints),
             self.hints.held_bytes,
-            hints.kept,
-            hints.refused,
-            hints.delivered,
-            hints.expired,
-            hints.void,
-            compared.equal,
-            compared.repaired,
-            compared.failed,
-            compared.pulled,
-            compared.pushed,
+            asdict(hints),
+            {"equal": compared.equal, "repaired": compared.repaired, "failed": compared.failed},
+            {"pulled": compared.pulled, "pushed": compared.pushed},
             compared.contradictions,
             self._removed_count,
             int(self.caught_up),

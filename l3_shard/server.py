@@ -19,7 +19,7 @@ from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import KVCommError, StaleEpoch
-from kvcomm.machine import ConnectionId, Effect, Origin
+from kvcomm.machine import ConnectionId, Effect, Origin, Tick
 from kvcomm.metrics import Histogram
 from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
@@ -28,6 +28,7 @@ from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import BlockGet, BlockLookup, BlockPut, Message, RingMap, RingNode
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
+from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
 from l3_shard.store import Fsync, RecordStore
@@ -54,6 +55,7 @@ class ShardOptions:
     """The record database may grow to this size."""
     limits: ShardLimits = field(default_factory=ShardLimits)
     connect_timeout_s: float = 1.0
+    repair: RepairOptions = field(default_factory=RepairOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class RunningShard:
     adopt: Callable[[RingMap], int]
     """Offers a map; the epoch that the shard is at afterwards."""
     counts: Callable[[], ShardCounts]
+    repair_counts: Callable[[], RepairCounts]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -121,6 +124,8 @@ async def run_shard(
             node_tenant=credentials.tenant_digest(NODE_TENANT),
             origin_ms=_origin_ms(clock),
             limits=options.limits,
+            repair=options.repair,
+            notes=store.notes(),
         )
     except BaseException:
         store.close()
@@ -194,6 +199,7 @@ class _Process:
             ring=self._ring,
             adopt=self._adopt,
             counts=self._machine.counts,
+            repair_counts=self._repair_counts,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -203,11 +209,18 @@ class _Process:
     def epoch(self) -> int:
         return self._machine.ring.epoch
 
+    def _repair_counts(self) -> RepairCounts:
+        counts = self._machine.repair_counts()
+        assert counts is not None, "it was made with repair"
+        return counts
+
     def _ring(self) -> RingMap:
         return self._machine.ring.to_map()
 
     async def tick_until_stopped(self) -> None:
-        """Let the block store do what is due, until the end."""
+        """Let the block store do what is due, until the end.  The machine needs to be woken once: then it
+        says itself when it wants to do something."""
+        self.runtime.deliver(Tick())
         while not self._stop.is_set():
             now = self._clock()
             self._blocks.tick(now)

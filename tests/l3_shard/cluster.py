@@ -54,10 +54,12 @@ class Disk:
     records: dict[bytes, RecordState] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
     notes: dict[bytes, bytes] = field(default_factory=dict)
+    removed_count: int = 0
 
     def write(self, persist: Persist) -> None:
         _update(self.records, [(key, state if state.context else None) for key, state in persist.writes])
         _update(self.notes, persist.notes)
+        self.removed_count += sum(not state.context for _, state in persist.writes)
         self.replica = later(self.replica, persist.replica)
         self.damaged.difference_update(key for key, _ in persist.writes)
 
