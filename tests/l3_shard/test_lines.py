@@ -47,7 +47,9 @@ def value(state: RecordState) -> bytes:
 
 @dataclass
 class Driver:
-    lines: Lines = field(default_factory=lambda: Lines(100, count(1)))
+    lines: Lines = field(
+        default_factory=lambda: Lines(100, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
+    )
     disk: dict[bytes, RecordState] = field(default_factory=dict)
     orders: list[Effect] = field(default_factory=list)
 
@@ -125,7 +127,7 @@ def test_a_withdrawn_change_does_not_happen_and_one_being_written_cannot_be_with
 
 
 def test_the_queue_of_a_record_is_bounded():
-    lines = Lines(2, count(1))
+    lines = Lines(2, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
     for mark in (1, 2):
         lines.change(b"k", Append(mark))
     with pytest.raises(Refused, match="busy"):
