@@ -53,7 +53,8 @@ class Local(Generic[S]):
 
     state: S
     damaged: bool = False
-    """There was a record, its bytes failed verification, and ``state`` is empty."""
+    """There was a record and its bytes failed verification; ``state`` is what came since, and may lack what
+    was lost."""
     failure: str = ""
     """Not empty: the storage could not be read, and why."""
 
@@ -152,7 +153,7 @@ class Lines(Generic[S]):
         self._to_apply: dict[bytes, None] = {}  # an ordered set
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
-        self._damaged: set[bytes] = set()  # on the disk; known, and not written since
+        self._damaged: set[bytes] = set()  # found so, and not mended since, whatever was written over it
 
     def known(self, key: bytes) -> S | None:
         """The durable state, if it is here."""
@@ -202,7 +203,7 @@ class Lines(Generic[S]):
         states = event.states if not event.failure else (None,) * len(keys)
         for key, state in zip(keys, states, strict=True):
             line = self._lines[key]
-            line.local = Local(state or self._empty, key in damaged, event.failure)
+            line.local = Local(state or self._empty, key in damaged or key in self._damaged, event.failure)
             readers, line.readers = line.readers, []
             for reader in readers:
                 reader(line.local)
@@ -217,8 +218,7 @@ class Lines(Generic[S]):
             line = self._lines[key]
             changes, line.writing = line.writing, []
             if event.outcome == "durable":
-                line.local = Local(line.written)
-                self._damaged.discard(key)
+                line.local = Local(line.written, key in self._damaged)
             for change in changes:
                 if event.outcome == "durable":
                     change.durable(line.written)
@@ -227,6 +227,13 @@ class Lines(Generic[S]):
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
+
+    def mend(self, key: bytes) -> None:
+        """What a damaged record may have held is in our copy again: its word counts."""
+        self._damaged.discard(key)
+        line = self._lines.get(key)
+        if line is not None and line.local is not None and line.local.damaged:
+            line.local = Local(line.local.state)
 
     def awaits(self, ticket: Ticket) -> bool:
         """Whether the answer to this ``Load`` or ``Persist`` is for us."""
@@ -284,7 +291,7 @@ class Lines(Generic[S]):
                 change.failed(error)
             else:
                 accepted.append(change)
-        if state == line.local.state and not line.local.damaged:
+        if not accepted or (state == line.local.state and not line.local.damaged):
             for change in accepted:
                 change.durable(state)
             return False

@@ -59,15 +59,15 @@ class _Record:
 
 
 class Reading:
-    """``repair(key, state)`` merges into our own copy; ``refused(answer)`` hears of every peer that did not
-    answer.
+    """``repair(key, state, mends)`` merges into our own copy, which is whole again if it ``mends``;
+    ``refused(answer)`` hears of every peer that did not answer.
     """
 
     def __init__(
         self,
         desk: Desk,
         lines: Lines[RecordState],
-        repair: Callable[[bytes, RecordState], None],
+        repair: Callable[[bytes, RecordState, bool], None],
         refused: Callable[[Message], None],
     ) -> None:
         self.degraded_count = 0
@@ -121,7 +121,8 @@ class Reading:
         record.damaged = local.damaged
         if not local.damaged and not local.failure:
             record.own = local.state
-            self._learn(record, local.state)
+        if not local.failure:
+            self._learn(record, local.state, counts=not local.damaged)
         if record.own is None or not record.own.context:
             record.need = max(record.need, record.query.wide)
             if not record.asked and not record.decided:
@@ -160,9 +161,9 @@ class Reading:
         record.decided = True
         if record.damaged:
             if record.answer_count >= record.need:  # else the damage, which later reads must notice, stays
-                self._repair(record.query.key, record.state)
+                self._repair(record.query.key, record.state, True)
         elif record.own is not None and record.own != record.state:
-            self._repair(record.query.key, record.state)
+            self._repair(record.query.key, record.state, False)
         record.get.open_count -= 1
         if not record.get.open_count:
             self._finish(record.get)
@@ -176,7 +177,7 @@ class Reading:
         self._desk.close(get.request, self._verdict(get))
 
     def _verdict(self, get: _Get) -> Message | KVCommError:
-        if not all(record.answer_count for record in get.records):
+        if not all(record.answer_count or record.state.context for record in get.records):
             return Unavailable("no replica could read the record; retry later")
         degraded = any(record.answer_count < record.need for record in get.records)
         return self._answer([record.state for record in get.records], degraded)

@@ -153,6 +153,15 @@ class _Merge:
 
 
 @dataclass(eq=False, slots=True)
+class _Recovery:
+    """A damaged record that the other replicas are asked for."""
+
+    key: bytes
+    need: int
+    """Replicas that must still tell what they have until ours has all that was acknowledged."""
+
+
+@dataclass(eq=False, slots=True)
 class _Fetch:
     """A peer's request for our own states."""
 
@@ -453,11 +462,16 @@ class Shard:
         replicas = self.ring.replicas(key[TENANT_BYTES:])
         return self.ring.epoch, self._beside(replicas) if self.node in replicas else ()
 
-    def _repair(self, key: bytes, state: RecordState) -> None:
+    def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
         again.
         """
-        self._merge(key, state, lambda error: None)
+
+        def done(error: KVCommError | None) -> None:
+            if mends and error is None:
+                self._lines.mend(key)
+
+        self._merge(key, state, done)
 
     def _missed(self, node: str, keys: Sequence[bytes], answer: Message) -> None:
         """``node`` did not acknowledge ``keys``."""
@@ -551,22 +565,28 @@ class Shard:
     def _recover(self, keys: Sequence[bytes]) -> None:
         """Get back from the others what our damaged copies held, whoever came for them: a write or merge puts
         its own state in their place, and what we alone had shown would be hidden from reads of our copy."""
-        by_node: dict[str, list[bytes]] = {}
+        by_node: dict[str, list[_Recovery]] = {}
         for key in keys:
-            for node in self._place(key)[1]:
-                by_node.setdefault(node, []).append(key)
+            others = self._place(key)[1]
+            need = 1 + len(others) - min(self.ring.to_map().write_quorum, 1 + len(others)) + 1
+            recovery = _Recovery(key, min(need, len(others)))
+            for node in others:
+                by_node.setdefault(node, []).append(recovery)
         for node, theirs in by_node.items():
             for begin in range(0, len(theirs), RECOVER_KEYS_MAX):
                 piece = theirs[begin : begin + RECOVER_KEYS_MAX]
-                self._desk.ask(node, RecordFetch(self.ring.epoch, piece), partial(self._recovered, piece))
+                fetch = RecordFetch(self.ring.epoch, [recovery.key for recovery in piece])
+                self._desk.ask(node, fetch, partial(self._recovered, piece))
 
-    def _recovered(self, keys: Sequence[bytes], answer: Message) -> None:
-        if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
+    def _recovered(self, recoveries: Sequence[_Recovery], answer: Message) -> None:
+        if not isinstance(answer, RecordStates) or len(answer.states) != len(recoveries):
             self._refused(answer)
             return
-        for key, state in zip(keys, answer.states, strict=True):
-            if state is not None and is_sound(state):
-                self._repair(key, state)
+        for recovery, state in zip(recoveries, answer.states, strict=True):
+            if state is None or is_sound(state):
+                recovery.need -= not answer.degraded
+                if state is not None or recovery.need <= 0:
+                    self._repair(recovery.key, state or dvv.EMPTY, recovery.need <= 0)
 
     def _adopt(self, ring_map: RingMap) -> None:
         """Epochs only grow.  Requests under way keep the epoch that they began with."""
@@ -587,6 +607,8 @@ class Shard:
     def _scan(self, origin: Origin, message: RecordScan) -> None:
         if len(message.prefix) > RECORD_KEY_BYTES_MAX or len(message.after) > RECORD_KEY_BYTES_MAX:
             raise TooLarge(f"record names have at most {RECORD_KEY_BYTES_MAX} bytes")
+        if message.epoch:
+            self._check_epoch(message.epoch)
         if message.limit < 1:
             raise Refused(f"a scan's limit starts at 1, got {message.limit}")
         request = self._desk.open(origin, 1)

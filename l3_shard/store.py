@@ -248,7 +248,7 @@ class RecordStore:
         keys: list[bytes] = []
         with self._reading() as transaction, transaction.cursor(db=self._records) as cursor:
             found = cursor.set_range(max(prefix, after))
-            if found and cursor.key() == after:
+            if found and bytes(cursor.key()) == after:
                 found = cursor.next()
             last = after
             for _ in range(SCAN_LOOKED_MAX):
@@ -258,7 +258,8 @@ class RecordStore:
                 if len(keys) == limit:
                     return keys, last
                 last = key
-                if cursor.value()[1:2] != b"\x00":  # a damaged one is named too: reading it will repair it
+                # A damaged one is named too: reading it will repair it.
+                if bytes(cursor.value()[1:2]) != b"\x00":
                     keys.append(key)
                 found = cursor.next()
         return keys, last
@@ -347,7 +348,7 @@ class RecordStore:
     def _reading(self) -> Iterator[lmdb.Transaction]:
         with self._resize:
             try:
-                with self._environment.begin() as transaction:
+                with self._environment.begin(buffers=True) as transaction:  # a scan copies no values
                     yield transaction
             except lmdb.Error as error:
                 raise DiskFailed(f"the record database cannot be read: {error}") from error

@@ -145,13 +145,18 @@ class L3Tier:
         Raises:
             Unavailable: no owner of some key answered.
         """
-        said = yield from self.record_states(keys)
-        return [_record_answer(state, said.degraded) for state in said.states]
+        found = yield from self._read(keys)
+        return [_record_answer(*found[index]) for index in range(len(keys))]
 
     def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
         """The replicated states themselves, one a key; raises as :meth:`record_get`."""
-        states: dict[int, RecordState | None] = {}
-        degraded = False
+        found = yield from self._read(keys)
+        states = [found[index][0] for index in range(len(keys))]
+        return RecordStates(states, any(degraded for _, degraded in found.values()))
+
+    def _read(self, keys: Sequence[bytes]) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
+        """By index: the state, and whether the shard that was asked for it called its answer degraded."""
+        found: dict[int, tuple[RecordState | None, bool]] = {}
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
             return RecordGet(epoch, [keys[index] for index in indices])
@@ -159,13 +164,12 @@ class L3Tier:
         def take(indices: Sequence[int], message: Message) -> bool:
             if not isinstance(message, RecordStates) or len(message.states) != len(indices):
                 return False
-            nonlocal degraded
-            degraded |= message.degraded
-            states.update(zip(indices, message.states, strict=True))
+            for index, state in zip(indices, message.states, strict=True):
+                found[index] = state, message.degraded
             return True
 
         yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
-        return RecordStates([states[index] for index in range(len(keys))], degraded)
+        return found
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         """See ``Records.record_put``.
@@ -239,13 +243,22 @@ class L3Tier:
             Unavailable: too many shards did not answer.
             TooLarge, Refused: the prefix is too long, or a shard is busy.
         """
+        for _ in range(2):
+            found = yield from self._scan(prefix)
+            if found is not None:
+                return found
+        raise Unavailable("the ring changed twice during one scan; try again")
+
+    def _scan(self, prefix: bytes) -> Steps[list[bytes] | None]:
+        """``None``: the shards are others by now, and we know them."""
         ring = self._routes.ring
         names: set[bytes] = set()
         missing: list[str] = []
         after: dict[str, bytes] = dict.fromkeys(ring.names, b"")
         while after:
             asks = [
-                self._routes.ask(node, RecordScan(prefix, last, SCAN_KEYS)) for node, last in after.items()
+                self._routes.ask(node, RecordScan(prefix, last, SCAN_KEYS, ring.epoch))
+                for node, last in after.items()
             ]
             answers = yield from ask_all(asks)
             further: dict[str, bytes] = {}
@@ -256,7 +269,8 @@ class L3Tier:
                 ):
                     raise failure_to_error(answer.message.code, answer.message.text)
                 if not isinstance(answer.message, RecordKeys):
-                    self._routes.failed(node, answer)
+                    if self._routes.failed(node, answer):
+                        return None
                     missing.append(node)
                     continue
                 names.update(answer.message.keys)

@@ -287,6 +287,8 @@ class RecordScan(Message, frozen=True):
     prefix: bytes
     after: bytes
     limit: int
+    epoch: int = 0
+    """0: of whichever ring; else an older one is refused: the caller would ask too few shards."""
 
 
 class RecordKeys(Message, frozen=True):

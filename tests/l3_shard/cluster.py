@@ -1,8 +1,10 @@
 """``Cluster``: shard machines in one thread, a message network and disks drawn from one seed.
 
-Messages are delayed, overtake each other and get lost, in either direction; disks take time; nodes crash
-(keeping what was durable), lose their disk (coming back under a new replica id), or find a record damaged.
-Every machine checks its invariants after every event.
+Messages are delayed, overtake each other and get lost, in either direction, and those that may be are
+doubled; disks take time and are full at times; nodes crash (keeping what was durable), stay down, stand still
+(and then do all that has come meanwhile), lose their disk (coming back under a new replica id), or find a
+record damaged; maps of the same nodes reach them one by one.  Every machine checks its invariants after every
+event.
 """
 
 import heapq
@@ -24,11 +26,12 @@ from kvcomm.machine import (
     Tick,
     Ticket,
 )
-from kvcomm.wire.messages import Failure, Message, RecordReplicate, RecordState, RingMap, RingNode
+from kvcomm.wire.messages import Failure, Message, RecordGet, RecordReplicate, RecordState, RingMap, RingNode
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.replica import first_replica, later
-from l3_shard.shard import Shard
+from l3_shard.ring import Ring
+from l3_shard.shard import RingChanged, Shard
 from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
 
 NODE_TENANT = b"N" * 16
@@ -61,6 +64,10 @@ class Faults:
     loss: float = 0.0
     delay_s: float = 0.05
     disk_s: float = 0.02
+    double: float = 0.0
+    """Of messages that are harmless twice."""
+    full: float = 0.0
+    """Of writes to a disk."""
 
 
 class Cluster:
@@ -70,13 +77,18 @@ class Cluster:
         names: str = "abc",
         faults: Faults | None = None,
         limits: ShardLimits | None = None,
+        make: Callable[..., Shard] = Shard,
         **quorums: int,
     ) -> None:
+        self._make = make
+        self._down: set[str] = set()
+        self._paused_until = dict.fromkeys(names, 0.0)
         self.limits = limits or ShardLimits(request_timeout_s=1.0)
         self.draw = random.Random(seed)
         self.names = names
         self.faults = faults or Faults()
         self.map = ring_map(names, **quorums)
+        self._ring = Ring.from_map(self.map)  # every epoch places alike
         self.now = 0.0
         self._order = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -118,6 +130,33 @@ class Cluster:
         self._lives[node] += 1
         self._boot(node)
 
+    def fail(self, node: str, down_s: float) -> None:
+        """Crash, and be back after a while."""
+        self.crash(node)
+        self._lives[node] += 1
+        self._down.add(node)
+        self.after(down_s, lambda: self._come_back(node))
+
+    def pause(self, node: str, pause_s: float) -> None:
+        """Stand still: nothing is handled, everything that comes waits."""
+        self._paused_until[node] = max(self._paused_until[node], self.now + pause_s)
+
+    def change_ring(self, spread_s: float) -> None:
+        """A new epoch of the same nodes; each hears of it at another time."""
+        self.map = ring_map(
+            self.names,
+            epoch=self.map.epoch + 1,
+            replicas=self.map.replicas,
+            write=self.map.write_quorum,
+            read=self.map.read_quorum,
+        )
+        for node in self.names:
+            event, life = RingChanged(self.map), self._lives[node]
+            self.after(
+                self.draw.uniform(0, spread_s),
+                lambda node=node, life=life, event=event: self._deliver(node, life, event),
+            )
+
     def lose(self, node: str) -> None:
         """Restart with an empty disk."""
         self._writing[node] = []
@@ -128,9 +167,20 @@ class Cluster:
         """Deliver everybody's records to everybody, through the machines."""
         self.run()
         self.faults = Faults()
+        for node in self.names:
+            self._deliver(node, self._lives[node], RingChanged(self.map))
+            if damaged := sorted(self.disks[node].damaged):
+                self.crash(node)  # it may know from memory what it cannot read any more
+                keys = [key[len(TENANT) :] for key in damaged]
+                self.call(node, RecordGet(self.map.epoch, keys), lambda answer: None)
+                self.run()
         for source in self.names:
-            records = sorted(self.disks[source].records.items())
             for target in self.names:
+                records = [
+                    (key, state)
+                    for key, state in sorted(self.disks[source].records.items())
+                    if target in self.owners(key) and key not in self.disks[source].damaged
+                ]
                 if source != target and records:
                     keys, states = [key for key, _ in records], [state for _, state in records]
                     message = RecordReplicate(self.map.epoch, keys, states)
@@ -139,13 +189,21 @@ class Cluster:
                     )
             self.run()
 
+    def owners(self, stored: bytes) -> tuple[str, ...]:
+        """The replicas of a stored key."""
+        return self._ring.replicas(stored[len(TENANT) :])
+
     # -- the world
+
+    def _come_back(self, node: str) -> None:
+        self._down.discard(node)
+        self.crash(node)
 
     def _new_replica(self) -> str:
         return first_replica(f"replica{next(self._drawn):03}")
 
     def _boot(self, name: str) -> None:
-        self.shards[name] = Shard(
+        self.shards[name] = self._make(
             name,
             self.disks[name].replica,
             self.map,
@@ -155,7 +213,10 @@ class Cluster:
         )
 
     def _deliver(self, node: str, life: int, event: Event) -> None:
-        if life != self._lives[node]:
+        if life != self._lives[node] or node in self._down:
+            return
+        if self._paused_until[node] > self.now:
+            self.after(self._paused_until[node] - self.now, lambda: self._deliver(node, life, event))
             return
         shard = self.shards[node]
         effects = shard.handle(event, self.now)
@@ -217,9 +278,10 @@ class Cluster:
         self.after(timeout_s, lambda: answer(Failure("unavailable", "no reply in time")))
         if reliable or self.draw.random() >= self.faults.loss:
             origin = Origin(ConnectionId(1), number, tenant, 1)
-            self.after(
-                self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
-            )
+            for _ in range(2 if message.idempotent and self.draw.random() < self.faults.double else 1):
+                self.after(
+                    self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
+                )
 
     def _load(self, node: str, life: int, ticket: Ticket, keys: tuple[bytes, ...]) -> None:
         if life != self._lives[node]:
@@ -232,6 +294,9 @@ class Cluster:
     def _persist(self, node: str, life: int, persist: Persist) -> None:
         if life == self._lives[node]:
             self._writing[node].remove(persist)
+            if self.draw.random() < self.faults.full:
+                self._deliver(node, life, Persisted(persist.ticket, "full", "no room"))
+                return
             self.disks[node].write(persist)
             self._deliver(node, life, Persisted(persist.ticket))
 

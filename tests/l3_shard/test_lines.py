@@ -13,7 +13,7 @@ from kvcomm.machine import Effect
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import RecordState
 from l3_shard import dvv
-from l3_shard.lines import Lines, Local
+from l3_shard.lines import Lines, Local, Recent
 from l3_shard.storage import Load, Loaded, Persist, Persisted
 
 
@@ -160,3 +160,44 @@ def test_the_check_notices_a_second_write_in_flight():
     driver.lines._persists[type(ticket)(99)] = (b"k",)
     with pytest.raises(AssertionError, match="two writes"):
         driver.lines.check()
+
+
+def held(bytes_max: int) -> Recent:
+    recent = Recent(bytes_max)
+    for key in (b"a", b"b", b"c"):
+        recent.keep(key, Local(state_of(key)))
+        recent.check()
+    return recent
+
+
+def state_of(value: bytes) -> RecordState:
+    return dvv.put(dvv.EMPTY, "replica0.1", Stamp(1), value, VersionVector()).state
+
+
+def test_recent_states_are_kept_up_to_the_bound_the_least_used_goes_first():
+    recent = held(2 * (Recent.OVERHEAD_BYTES + 1))
+    assert [key in recent for key in (b"a", b"b", b"c")] == [False, True, True]
+    assert recent.get(b"b") == Local(state_of(b"b")) and recent.get(b"a") is None
+    recent.keep(b"d", Local(state_of(b"d")))
+    assert [key in recent for key in (b"b", b"c", b"d")] == [True, False, True]
+    assert recent.take(b"b") == Local(state_of(b"b")) and recent.take(b"b") is None
+    recent.check()
+    assert not any(key in held(0) for key in (b"a", b"b", b"c"))
+
+
+def test_a_recent_record_is_read_and_changed_without_a_load():
+    lines = Lines(8, count(1), 1 << 20)
+    change = Append(1)
+    lines.change(b"k", change)
+    (load,) = lines.flush("replica0.1")
+    assert isinstance(load, Load) and lines.known(b"k") is None
+    lines.loaded(Loaded(load.ticket, (None,)))
+    (persist,) = lines.flush("replica0.1")
+    assert isinstance(persist, Persist) and lines.known(b"k") == dvv.EMPTY, "not durable yet"
+    lines.persisted(Persisted(persist.ticket))
+    lines.check()
+    assert lines.known(b"k") == persist.writes[0][1]
+    lines.change(b"k", Append(2))
+    (again,) = lines.flush("replica0.1")
+    assert isinstance(again, Persist) and value(again.writes[0][1]) == bytes([1, 2])
+    lines.check()
