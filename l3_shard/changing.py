@@ -254,11 +254,18 @@ class Changing:
         batch = task.batch
         batch.outcomes[task.index] = outcome
         batch.open_count -= 1
-        if task.proposal.promise is not None:
+        if task.proposal.promise is not None and self._current(task.proposal):
             self._keep_promise(task.key, task.proposal.promise)
         self._leave(task)
         if not batch.open_count:
             self._desk.close(batch.request, _verdict(batch.outcomes, self._desk.limits.message_bytes))
+
+    def _current(self, proposal: Proposal) -> bool:
+        """Whether its acceptors are those of the newest map: a promise of others is worth nothing."""
+        try:
+            return self._quorum(proposal.order.key) == proposal.quorum
+        except KVCommError:
+            return False
 
     def _leave(self, task: _Task) -> None:
         """Out of the queue; the next one's turn if it was the first."""

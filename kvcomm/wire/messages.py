@@ -331,10 +331,14 @@ class RingGet(Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------
 
 
+Entries = Annotated[dict[str, int], msgspec.Meta(max_length=ITEMS_MAX)]
+"""Shard -> how often it has entered the acceptors with an empty state."""
+
+
 class StrongRegister(msgspec.Struct, frozen=True, array_like=True):
     """What a strong record holds."""
 
-    versions: list[bytes]
+    versions: Many[bytes]
     """Of its last changes, oldest first, bounded; the last one is the record's version.  Empty = never
     changed."""
     value: bytes | None
@@ -381,20 +385,20 @@ class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 class StrongRead(Message, frozen=True):
     epoch: int
-    keys: list[bytes]
+    keys: Many[bytes]
 
 
 class StrongChange(Message, frozen=True):
     idempotent: ClassVar[bool] = False
 
     epoch: int
-    changes: list[StrongOrder]
+    changes: Many[StrongOrder]
 
 
 class StrongOutcomes(Message, frozen=True):
     """One a key or change, in their order."""
 
-    outcomes: list[StrongOutcome]
+    outcomes: Many[StrongOutcome]
 
 
 class StrongPrepare(Message, frozen=True):
@@ -412,7 +416,7 @@ class StrongPromised(Message, frozen=True):
     """After the promise; of a refusal, its ``promised`` is the ballot that stood in the way."""
     entry: int
     """How often the acceptor has entered the group with an empty state, its first time included."""
-    entries: dict[str, int]
+    entries: Entries
     """Entries of other acceptors that this one knows of."""
 
 
@@ -431,7 +435,7 @@ class StrongAccepted(Message, frozen=True):
     granted: bool
     promised: bytes
     entry: int
-    entries: dict[str, int]
+    entries: Entries
 
 
 class StrongEnter(Message, frozen=True):
@@ -445,13 +449,13 @@ class StrongEnter(Message, frozen=True):
 
 
 class StrongListed(Message, frozen=True):
-    entries: dict[str, int]
+    entries: Entries
     """Entries that the answering shard has noted, its own included."""
     settled: RingMap | None
     """The map whose owners every quorum includes; ``None`` = the answering shard has no state to speak of
     either, and its answer counts for nothing."""
-    keys: list[bytes]
-    states: list[StrongState]
+    keys: Many[bytes]
+    states: Many[StrongState]
     resume: bytes | None
     """Where to go on (``after``); ``None`` = that was all."""
 

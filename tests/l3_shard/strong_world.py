@@ -65,10 +65,9 @@ class StrongWorld(Cluster):
         *,
         twice: float = 0.0,
         forgets: bool = False,
-        shard: Callable[..., Shard] = Shard,
         **quorums: int,
     ) -> None:
-        self.twice, self.forgets, self.shard_class = twice, forgets, shard
+        self.twice, self.forgets = twice, forgets
         self.cuts: set[tuple[str, str]] = set()
         """(from, to): nothing gets through."""
         self.incarnations = count(1)
@@ -78,7 +77,7 @@ class StrongWorld(Cluster):
         self._strong_writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._members = count(len(names))
         self._booting = True
-        super().__init__(seed, names, faults, **quorums)
+        super().__init__(seed, names, faults, ShardLimits(request_timeout_s=1.0), Shard, **quorums)
         self._booting = False
         for name in names:
             self.after(0.0, partial(self._deliver, name, 0, Tick()))
@@ -111,7 +110,7 @@ class StrongWorld(Cluster):
         self._strong_writing[node] = []
         super().lose(node)
 
-    def change_ring(self, ring_map: RingMap) -> None:
+    def adopt(self, ring_map: RingMap) -> None:
         self.map = ring_map
         for name in self.names:
             if name in self.shards:
@@ -123,7 +122,8 @@ class StrongWorld(Cluster):
         self.disks[node] = type(self.disks["a"])(self._new_replica())
         self.strong[node] = StrongDisk(first_replica(f"member{next(self._members):02}"))
         self._lives[node], self._writing[node], self._strong_writing[node] = 0, [], []
-        self.change_ring(ring_map)
+        self._paused_until[node] = 0.0
+        self.adopt(ring_map)
         self._boot(node)
         self._deliver(node, 0, Tick())
 
@@ -138,13 +138,13 @@ class StrongWorld(Cluster):
     # -- the world
 
     def _boot(self, name: str) -> None:
-        self.shards[name] = self.shard_class(
+        self.shards[name] = self._make(
             name,
             self.disks[name].replica,
             self.map,
             node_tenant=NODE_TENANT,
             origin_ms=1_700_000_000_000,
-            limits=ShardLimits(request_timeout_s=1.0),
+            limits=self.limits,
             strong=StrongIdentity(self.strong[name].member, next(self.incarnations), self.draw.random),
         )
 

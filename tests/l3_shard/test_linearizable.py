@@ -2,6 +2,7 @@
 
 import random
 from itertools import combinations, permutations
+from typing import Literal
 
 from tests.l3_shard.linearizable import FOREVER, Op, linearizable
 
@@ -31,7 +32,8 @@ def some_history(draw: random.Random) -> list[Op]:
     for number in range(draw.randint(1, 5)):
         invoked = draw.randint(0, 8)
         returned = FOREVER if draw.random() < 0.2 else invoked + draw.randint(0, 4)
-        kind = draw.choice(("read", "put", "cas"))
+        kinds: list[Literal["read", "put", "cas"]] = ["read", "put", "cas"]
+        kind = draw.choice(kinds)
         ops.append(
             Op(
                 kind,

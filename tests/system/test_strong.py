@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -61,8 +63,6 @@ async def _async_values(cluster: Cluster) -> None:
 
 
 def test_the_asyncio_face_does_the_same(cluster: Cluster) -> None:
-    import asyncio
-
     asyncio.run(_async_values(cluster))
 
 
@@ -82,6 +82,9 @@ def test_a_shard_killed_in_the_middle_loses_no_change_and_doubles_none(cluster: 
                 except Unavailable:
                     pass
 
+    def more_than(total: int) -> bool:
+        return sum(done) >= total
+
     threads = [threading.Thread(target=count, args=(mine,)) for mine in range(3)]
     for thread in threads:
         thread.start()
@@ -89,10 +92,10 @@ def test_a_shard_killed_in_the_middle_loses_no_change_and_doubles_none(cluster: 
         eventually(lambda: sum(done) >= 20)
         for name in [each.node for each in cluster.instance.nodes() if each.role == "shard"][:2]:
             before, so_far = cluster.kill(name, signal.SIGKILL), sum(done)
-            eventually(lambda so_far=so_far: sum(done) >= so_far + 20)
+            eventually(partial(more_than, so_far + 20))
             cluster.restarted(before)
             so_far = sum(done)
-            eventually(lambda so_far=so_far: sum(done) >= so_far + 20)
+            eventually(partial(more_than, so_far + 20))
     finally:
         enough.set()
         for thread in threads:
