@@ -239,6 +239,7 @@ def _door_of(instance: Instance, settings: Config, token: str | None, embedded: 
 
 def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, deadline: float) -> _Parts:
     """Put the client together from what the cluster says of itself."""
+    from kvcomm.slabs import Slabs
     from l1.tier import L1Tier
     from l2_rdma.tier import L2Tier
     from l3_shard.tier import L3Tier
@@ -258,7 +259,10 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             pin_slots=PIN_SLOTS,
             request_timeout_s=network.request_timeout_s,
         )
-    l3 = L3Tier(ring, dial=door.dial, timeout_s=network.request_timeout_s) if ring.shards else None
+    l3: L3Tier | None = None
+    if ring.shards:
+        timeout_s = network.request_timeout_s
+        l3 = L3Tier(ring, dial=door.dial, timeout_s=timeout_s, allocate=Slabs().take)
     tally = Tally(Metrics("client"), time.monotonic)
     state = StatePlane(l3, tally) if l3 else None
     strong = StrongPlane(l3, tally, random.random) if l3 else None

@@ -62,6 +62,7 @@ class L3Tier:
         dial: where to call a shard.
         timeout_s: a request is given up after so long, and its shard counts as failed.
         clock: monotonic seconds, for how long a shard is passed over.
+        allocate: memory to receive a copy of so many bytes into.
 
     Raises:
         RingError: the map contradicts itself.
@@ -76,8 +77,9 @@ class L3Tier:
         dial: Callable[[RingNode], str] = lambda shard: shard.address,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
     ) -> None:
-        self._routes = Routes(ring_map, dial, timeout_s, clock)
+        self._routes = Routes(ring_map, dial, timeout_s, clock, allocate)
 
     @property
     def ring(self) -> Ring:

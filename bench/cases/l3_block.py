@@ -16,6 +16,7 @@ from bench.timing import Call, Operation, Rounds, interleave, round_robin
 from kvcomm.block import BlockKey
 from kvcomm.errors import Unavailable
 from kvcomm.rpc import Peers, run_blocking
+from kvcomm.slabs import Slabs
 from kvcomm.tier import Block
 
 GET = "shard: get over TCP"
@@ -66,7 +67,7 @@ def _gets(running: Service, keys: list[BlockKey], peers: Peers) -> list[Call]:
     ring = running.instance.ring()
     if ring is None:
         raise Unavailable("the cluster wrote no ring")
-    tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=DEADLINE_S)
+    tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=DEADLINE_S, allocate=Slabs().take)
 
     def get(run: list[BlockKey]) -> None:
         found: list[Block] = []

@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from kvcomm.machine import (
@@ -152,10 +153,7 @@ class Cluster:
         )
         for node in self.names:
             event, life = RingChanged(self.map), self._lives[node]
-            self.after(
-                self.draw.uniform(0, spread_s),
-                lambda node=node, life=life, event=event: self._deliver(node, life, event),
-            )
+            self.after(self.draw.uniform(0, spread_s), partial(self._deliver, node, life, event))
 
     def lose(self, node: str) -> None:
         """Restart with an empty disk."""

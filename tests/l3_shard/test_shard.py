@@ -567,7 +567,7 @@ def test_a_damaged_record_that_was_written_over_is_no_witness_until_the_others_h
 
     assert fetched(2) == RecordStates([after], degraded=True)
     (load,) = bench.on(Answered(told_c, RecordStates([OTHER])))
-    (persist,) = bench.on(Loaded(ticket_of(load), (after,)))
+    (persist,) = bench.on(Loaded(ticket_of(load), (after,)))  # type: ignore[assignment]
     bench.on(Persisted(ticket_of(persist)))
     after = persist.writes[0][1]
     assert fetched(3) == RecordStates([after])
@@ -586,6 +586,7 @@ def test_what_came_to_a_damaged_record_since_is_shown_and_called_degraded():
     bench = Bench("a", replicas=1, write=1)
     (load,) = bench.ask(put())
     (persist,) = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    assert isinstance(persist, Persist)
     bench.on(Persisted(ticket_of(persist)))
     (load,) = bench.ask(RecordGet(1, [b"k"]))
     (reply,) = bench.on(Loaded(ticket_of(load), (persist.writes[0][1],)))

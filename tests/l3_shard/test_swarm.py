@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvcomm import version
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import (
     Failure,
@@ -65,7 +66,7 @@ class Oracle:
             self.by_value[write.value] = attempt
         return attempt
 
-    def given(self, attempt: Attempt, state: RecordState, own: dvv.Dot | None, dot: dvv.Dot) -> None:
+    def given(self, attempt: Attempt, state: RecordState, own: version.Dot | None, dot: version.Dot) -> None:
         """The machine gave ``attempt`` a dot; it replaces its author's last write where that is held."""
         if own is not None and any(
             (held.replica, held.counter) == (own.replica, own.counter) for held in state.siblings
@@ -217,7 +218,11 @@ class World:
     def _trouble(self, draw: random.Random) -> None:
         """Any of these any number of times; of what takes a copy for good, one: W = 2 survives one."""
         cluster = self.cluster
-        kinds = [cluster.crash, partial(self._later, cluster.fail), partial(self._later, cluster.pause)]
+        kinds: list[Callable[[str], None]] = [
+            cluster.crash,
+            partial(self._later, cluster.fail),
+            partial(self._later, cluster.pause),
+        ]
         for _ in range(draw.choice((0, 2, 6))):
             kind, node = draw.choice(kinds), draw.choice(cluster.names)
             cluster.after(draw.uniform(0, 2), partial(kind, node))
