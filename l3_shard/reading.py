@@ -66,7 +66,7 @@ class Reading:
     def __init__(
         self,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         repair: Callable[[bytes, RecordState, bool], None],
         refused: Callable[[Message], None],
     ) -> None:
@@ -116,7 +116,7 @@ class Reading:
             message = RecordFetch(get.epoch, [record.query.key for record in theirs])
             self._desk.ask(node, message, partial(self._answered, theirs))
 
-    def _own(self, record: _Record, local: Local) -> None:
+    def _own(self, record: _Record, local: Local[RecordState]) -> None:
         record.outstanding -= 1
         record.damaged = local.damaged
         if not local.damaged and not local.failure:

@@ -59,17 +59,27 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingGet,
     RingMap,
+    StrongAccept,
+    StrongChange,
+    StrongEnter,
+    StrongOrder,
+    StrongPrepare,
+    StrongRead,
 )
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
+from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.replica import successor
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.storage import Loaded, Persisted, Scan, Scanned
+from l3_shard.strong import Strong, StrongCounts, StrongIdentity
 from l3_shard.writing import Draft, Writing
 
 TENANT_BYTES = 16
+CHANGES_MAX = 8
+"""Strong changes of one request: each may be answered with a value of ``VALUE_BYTES_MAX``."""
 RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
 RECOVER_KEYS_MAX = 8
@@ -178,6 +188,7 @@ class Shard:
         ring_map: the map to start with; ``node`` need not be in it.
         node_tenant: tenant digest of the cluster's own processes.
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
+        strong: who the shard is for strong records; ``None`` = it keeps none.
 
     Raises:
         RingError: the map contradicts itself.
@@ -192,6 +203,7 @@ class Shard:
         node_tenant: bytes,
         origin_ms: int,
         limits: ShardLimits | None = None,
+        strong: StrongIdentity | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -202,9 +214,20 @@ class Shard:
         self._limits = limits or ShardLimits()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
-        self._lines = Lines(self._limits.changes_max, tickets, self._limits.recent_bytes_max)
+        self._lines = Lines(
+            self._limits.changes_max,
+            tickets,
+            self._limits.recent_bytes_max,
+            empty=dvv.EMPTY,
+            value_bytes=dvv.value_bytes,
+        )
         self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
+        self._strong: Strong | None = None
+        if strong is not None:
+            self._strong = Strong(
+                node, strong, self._desk, tickets, ring=lambda: self.ring, refused=self._refused
+            )
         self._scans: dict[Ticket, _Scan] = {}
         self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int]] = {}  # of this ring
         self._stopped = False
@@ -221,6 +244,8 @@ class Shard:
                 self._received(event.origin, event.message)
             case Answered():
                 self._desk.answered(event)
+            case Loaded() | Persisted() | Scanned() if self._strong is not None and self._strong.took(event):
+                pass
             case Loaded():
                 self._loaded(event)
             case Persisted(outcome="failed"):
@@ -240,15 +265,28 @@ class Shard:
         return self._flush()
 
     def deadline(self) -> float | None:
-        return None if self._stopped else self._desk.deadline()
+        if self._stopped:
+            return None
+        if self._strong is None:
+            return self._desk.deadline()
+        waits = (self._desk.deadline(), self._strong.deadline())
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _flush(self) -> list[Effect]:
         """Collect what was ordered; a change that came to nothing is done here and may order more."""
         effects = self._desk.take()
-        while self._lines.pending:
+        while self._pending():
             effects += self._lines.flush(self.replica)
+            if self._strong is not None:
+                effects += self._strong.flush()
         self._writing.flush()
         return effects + self._desk.take()
+
+    def _pending(self) -> bool:
+        if self._strong is None:
+            return self._lines.pending
+        self._strong.wake()
+        return self._lines.pending or self._strong.pending
 
     # -- requests
 
@@ -265,6 +303,15 @@ class Shard:
                     self._replicate(origin, message)
                 case RecordFetch():
                     self._fetch(origin, message)
+                case StrongRead():
+                    self._strong_read(origin, message)
+                case StrongChange():
+                    self._strong_change(origin, message)
+                case StrongPrepare() | StrongAccept():
+                    self._strong_vote(origin, message)
+                case StrongEnter():
+                    self._check_peer(origin, message.epoch, ())
+                    self._strong_records().enter(origin, message)
                 case RingGet() if self.ring.epoch == NO_RING.epoch:
                     raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
@@ -397,7 +444,7 @@ class Shard:
         for index, key in enumerate(message.keys):
             self._lines.read(key, partial(self._fetched, fetch, index))
 
-    def _fetched(self, fetch: _Fetch, index: int, local: Local) -> None:
+    def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""
         fetch.states[index] = local.state if local.state.context else None
         fetch.incomplete |= local.damaged or bool(local.failure)
@@ -439,6 +486,54 @@ class Shard:
             except Corrupt:
                 self._stale_map_count += 1
 
+    # -- strong records
+
+    def _strong_records(self) -> Strong:
+        if self._strong is None:
+            raise Refused(f"{self.node} was started without strong records")
+        return self._strong
+
+    def _strong_read(self, origin: Origin, message: StrongRead) -> None:
+        self._check_epoch(message.epoch)
+        for key in _checked_keys(message.keys):
+            self._replicas(key)
+        orders = [StrongOrder(origin.tenant + key, READ) for key in message.keys]
+        self._strong_run(origin, orders)
+
+    def _strong_change(self, origin: Origin, message: StrongChange) -> None:
+        self._check_epoch(message.epoch)
+        if len(message.changes) > CHANGES_MAX:
+            raise TooLarge(f"a request has at most {CHANGES_MAX} changes, got {len(message.changes)}")
+        _checked_keys([order.key for order in message.changes])
+        for order in message.changes:
+            self._replicas(order.key)
+            if order.op not in OPS:
+                raise Refused(f"a change is one of {', '.join(OPS)}, got {order.op!r}")
+            if order.value is not None and len(order.value) > VALUE_BYTES_MAX:
+                raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
+            if order.op == "put" and order.value is None:
+                raise Refused("a put without a value; delete says what you mean")
+        orders = [
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            for order in message.changes
+        ]
+        self._strong_run(origin, orders)
+
+    def _strong_run(self, origin: Origin, orders: Sequence[StrongOrder]) -> None:
+        strong = self._strong_records()
+        if not orders:
+            raise Refused("a request names at least one record")
+        strong.run(origin, orders)
+
+    def _strong_vote(self, origin: Origin, message: StrongPrepare | StrongAccept) -> None:
+        """Votes are for the settled owners too, which need not own the record by the newest map."""
+        self._check_peer(origin, message.epoch, ())
+        _checked_keys([message.key], TENANT_BYTES)
+        strong = self._strong_records()
+        if message.epoch <= self.ring.epoch and not strong.owned(message.key):
+            raise Refused(f"epoch {self.ring.epoch}: {self.node} is no owner of this record")
+        strong.vote(origin, message)
+
     # -- what changes give and take
 
     def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
@@ -458,7 +553,7 @@ class Shard:
                 self._drift_count += 1
         return self._clock.tick(wall_ms)
 
-    def _loaded(self, event: Loaded) -> None:
+    def _loaded(self, event: Loaded[RecordState]) -> None:
         """A damaged record is a lost counter: from here on our writes carry the next id (before any is
         applied).  Once for each: a record that nobody can repair must not use up an id with every look at it.
         """
@@ -504,6 +599,8 @@ class Shard:
             self._stale_map_count += 1
         else:
             self._plans.clear()
+            if self._strong is not None:
+                self._strong.ring_changed()
 
     # -- scans
 
@@ -560,16 +657,23 @@ class Shard:
             self._drift_count,
         )
 
+    def strong_counts(self) -> StrongCounts:
+        """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
+        return self._strong_records().counts()
+
     def check(self) -> None:
         """Assert every invariant."""
         self._desk.check()
         self._lines.check()
+        if self._strong is not None:
+            self._strong.check()
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key`` (tenant digest included), for a person."""
         owners = self.ring.replicas(key[TENANT_BYTES:])
         place = f"epoch {self.ring.epoch}, owners {owners}"
-        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}"
+        strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
+        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
 
 
 def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:

@@ -6,10 +6,16 @@ The shell performs them against ``l3_shard.store``; a simulator delays, loses an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from kvcomm.machine import Effect, Event, Ticket
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
+
+Database = Literal["records", "strong"]
+"""``records`` is as durable as the fsync policy says; every write to ``strong`` is synced."""
+State = RecordState | StrongState
+"""What they hold, in this order."""
+S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +24,13 @@ class Load(Effect):
 
     ticket: Ticket
     keys: tuple[bytes, ...]
+    database: Database = "records"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Event):
+class Loaded(Event, Generic[S]):
     ticket: Ticket
-    states: tuple[RecordState | None, ...]
+    states: tuple[S | None, ...]
     """In the order of the keys; ``None`` = no such record, or a damaged one."""
     damaged: tuple[bytes, ...] = ()
     """Keys whose bytes failed verification."""
@@ -32,15 +39,17 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Persist(Effect):
+class Persist(Effect, Generic[S]):
     """Write records, all or nothing, and the replica id with them; answered by :class:`Persisted`.
 
     A machine never has two of them in flight for one key, so their order among each other is free.
     """
 
     ticket: Ticket
-    writes: tuple[tuple[bytes, RecordState], ...]
+    writes: tuple[tuple[bytes, S], ...]
     replica: str
+    """Of the strong database: its member id."""
+    database: Database = "records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class Scan(Effect):
     after: bytes
     """Only keys above this one."""
     limit: int
+    database: Database = "records"
+    """Of the strong one all records are listed, deleted ones too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,10 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
 from l3_shard import dvv
 from l3_shard.replica import first_replica, later
+from l3_shard.storage import Database, State
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -73,7 +74,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_decoder = msgspec.msgpack.Decoder(RecordState)
+_decoders: dict[Database, msgspec.msgpack.Decoder[State]] = {
+    "records": msgspec.msgpack.Decoder(RecordState),
+    "strong": msgspec.msgpack.Decoder(StrongState),
+}
 
 
 class DiskFull(Unavailable):
@@ -97,14 +101,14 @@ class _Owner(msgspec.Struct, frozen=True):
     closed: bool
 
 
-def encode_value(key: bytes, state: RecordState) -> bytes:
+def encode_value(key: bytes, state: State) -> bytes:
     """The stored form of a record."""
     body = msgspec.msgpack.encode(state)
-    flags = _ALIVE if dvv.alive(state) else 0
+    flags = _ALIVE if isinstance(state, StrongState) or dvv.alive(state) else 0
     return _HEAD.pack(_VERSION, flags, _checksum(flags, key, body)) + body
 
 
-def decode_value(key: bytes, value: bytes) -> RecordState:
+def decode_value(key: bytes, value: bytes, database: Database = "records") -> State:
     """The inverse of :func:`encode_value`.
 
     Raises:
@@ -116,7 +120,7 @@ def decode_value(key: bytes, value: bytes) -> RecordState:
     body = value[_HEAD.size :]
     if version != _VERSION or checksum != _checksum(flags, key, body):
         raise Corrupt("a stored record does not match its checksum")
-    return _decoder.decode(body)
+    return _decoders[database].decode(body)
 
 
 def _checksum(flags: int, key: bytes, body: bytes) -> int:
@@ -137,6 +141,8 @@ class RecordStore:
     Args:
         directory: made if missing; owned by this store until :meth:`close`.
         fsync: see the module.
+        database: which kind of state it holds.  ``strong`` has its own directory, so that no policy but
+            ``always`` ever touches its file, and lists deleted records like others.
         map_bytes_max: the database may grow to this size; then writes raise ``DiskFull``.
         draw: makes the random part of a new replica id.
         boot: names the machine's current boot; a process crash and a power cut are told apart by it.
@@ -152,6 +158,7 @@ class RecordStore:
         directory: Path,
         *,
         fsync: Fsync = "always",
+        database: Database = "records",
         map_bytes_max: int = 1 << 40,
         draw: Callable[[], str] = lambda: secrets.token_hex(8),
         boot: str | None = None,
@@ -160,7 +167,7 @@ class RecordStore:
         self.fsync: Fsync = fsync
         self.damaged_count = 0
         """Records whose bytes failed verification, since start."""
-        self._directory = directory
+        self._directory, self._database = directory, database
         self._free_bytes = free_bytes
         self._map_bytes_max = max(map_bytes_max, MAP_BYTES_MIN)
         self._boot = _boot() if boot is None else boot
@@ -180,26 +187,26 @@ class RecordStore:
             os.close(self._lock)
             raise
 
-    def load(self, keys: Sequence[bytes]) -> tuple[list[RecordState | None], list[bytes]]:
+    def load(self, keys: Sequence[bytes]) -> tuple[list[State | None], list[bytes]]:
         """(states in the order of ``keys``, keys whose bytes failed verification).
 
         Raises:
             DiskFailed: the database cannot be read.
         """
-        states: list[RecordState | None] = []
+        states: list[State | None] = []
         damaged: list[bytes] = []
         with self._reading() as transaction:
             for key in keys:
                 value = transaction.get(key, db=self._records)
                 try:
-                    states.append(None if value is None else decode_value(key, bytes(value)))
+                    states.append(None if value is None else decode_value(key, bytes(value), self._database))
                 except (Corrupt, msgspec.DecodeError):
                     states.append(None)
                     damaged.append(key)
         self.damaged_count += len(damaged)
         return states, damaged
 
-    def write(self, writes: Sequence[tuple[bytes, RecordState]], replica: str) -> None:
+    def write(self, writes: Sequence[tuple[bytes, State]], replica: str) -> None:
         """Write records and the replica id, all or nothing, durable as the policy says.
 
         Raises:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
     from l3_shard.shard import ShardCounts
+    from l3_shard.strong import StrongCounts
 
 
 class NodeProcess:
@@ -141,6 +142,14 @@ class NodeProcess:
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
+
+    def refresh_strong(self, counts: StrongCounts) -> None:
+        """The same for its strong records."""
+        metrics, failures = self.metrics, "kvcomm_strong_failures_total"
+        metrics.gauge("kvcomm_strong_votes").set(int(counts.votes))
+        metrics.counter("kvcomm_strong_contended_rounds_total").advance_to(counts.contended_count)
+        metrics.counter(failures, outcome="unavailable").advance_to(counts.unavailable_count)
+        metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
 
 
 class StoreBackend:
