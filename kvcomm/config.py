@@ -224,10 +224,11 @@ class CacheConfig:
     )  # fmt: skip
     l3_consistency: Literal["eventual"] = _setting(
         "l3_consistency",
-        _one_of("eventual", unavailable={"strong": "which is not available in this version; use eventual"}),
+        _one_of("eventual", unavailable={"strong": "which is chosen record by record: kv.strong(name)"}),
         "eventual",
-        "What a record promises. `eventual`: always writable where a quorum answers, concurrent writes "
-        "become siblings that the reader sees.",
+        "What the records of `kv.state` and of contexts promise. `eventual`: always writable where a quorum "
+        "answers, concurrent writes become siblings that the reader sees. Linearizable records are chosen in "
+        "the program, by `kv.strong(name)`, and always synced to disk, whatever `storage.fsync` says.",
     )  # fmt: skip
     reservation_ttl_s: float = _setting(
         "reservation_ttl", _positive_seconds, "10s",
@@ -503,7 +504,6 @@ def reference() -> str:
             lines.append(f"| `{setting.key}` | {_shown(setting.default)} | {setting.means} |")
     lines += ["", "## Known, but not in this version", ""]
     lines += [f"* `{key}`: {why}." for key, why in _PLANNED.items()]
-    lines += ["* `cache.l3_consistency: strong`."]
     return "\n".join(lines) + "\n"
 
 

@@ -200,6 +200,9 @@ _SHARD: tuple[Scope, ...] = ("shard",)
 _TIERS: tuple[str, ...] = get_args(TierName)
 _GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
 _RECORD_OPERATIONS = ("get", "put", "scan")
+_OPERATIONS = (
+    "fetch", "publish", "record_get", "record_put", "record_scan", "strong_read", "strong_change",
+)  # fmt: skip
 
 DEFINITIONS: tuple[Definition, ...] = (
     # fetching
@@ -266,7 +269,23 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_operation_seconds", "histogram", _CLIENT,
         "Time of whole operations, as the caller waited for them.",
-        {"operation": ("fetch", "publish", "record_get", "record_put", "record_scan")},
+        {"operation": _OPERATIONS},
+    ),
+    # strong records
+    Definition(
+        "kvcomm_strong_votes", "gauge", _SHARD,
+        "1 = this shard votes on strong records; 0 = it is catching up with the others. At 0 for long: too "
+        "few of them remember what it has lost.",
+    ),
+    Definition(
+        "kvcomm_strong_contended_rounds_total", "counter", _SHARD,
+        "Rounds that met another proposer's ballot and were repeated after a wait.",
+    ),
+    Definition(
+        "kvcomm_strong_failures_total", "counter", _SHARD,
+        "Strong reads and changes without an answer: `unavailable` = no majority, nothing was changed; "
+        "`outcome_unknown` = a change may have been made.",
+        {"outcome": ("unavailable", "outcome_unknown")},
     ),
     # a node's block store
     Definition(

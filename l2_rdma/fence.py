@@ -66,7 +66,7 @@ def _membarrier(command: int) -> bool:
 
 def _after_fork_in_child() -> None:
     """Another thread may have been inside the fence: the child has the taken lock, and not the thread."""
-    global _lock
+    global _lock  # noqa: PLW0603 - a fork leaves the old one in an unknown state
     _lock = threading.Lock()
 
 

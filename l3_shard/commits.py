@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcomm.machine import Effect, Event
 from kvcomm.metrics import Histogram
@@ -46,7 +46,7 @@ class Commits:
         self._store, self._deliver, self._failed = store, deliver, failed
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-commit")
-        self._waiting: list[Persist] = []
+        self._waiting: list[Persist[Any]] = []
         self._commit: asyncio.Task[None] | None = None
         self._unsynced = False
 
@@ -104,7 +104,7 @@ class Commits:
         finally:
             self._commit = None
 
-    async def _commit_batch(self, batch: list[Persist]) -> list[Persisted]:
+    async def _commit_batch(self, batch: list[Persist[Any]]) -> list[Persisted]:
         if self._store.fsync == "always":
             return await self._timed(self._loop.run_in_executor(self._worker, self._write, batch))
         self._unsynced = True
@@ -116,7 +116,7 @@ class Commits:
         self.fsync_seconds.observe(self._clock() - begin)
         return done
 
-    def _write(self, batch: list[Persist]) -> list[Persisted]:
+    def _write(self, batch: list[Persist[Any]]) -> list[Persisted]:
         """One transaction; when there is no room for all, what there is room for."""
         try:
             writes = [write for persist in batch for write in persist.writes]
@@ -130,7 +130,7 @@ class Commits:
             return [Persisted(persist.ticket, "failed", error.message) for persist in batch]
         return [Persisted(persist.ticket) for persist in batch]
 
-    def _load(self, load: Load) -> Loaded:
+    def _load(self, load: Load) -> Loaded[Any]:
         try:
             states, damaged = self._store.load(load.keys)
         except DiskFailed as error:

@@ -18,10 +18,11 @@ it.  But dots *of one replica* are seen in order, so whoever has seen the newer 
 equal values of one replica the newest dot alone decides whether the value lives, and only it is stored.
 Readers are shown each value once (:func:`presented`).
 
-**Writers that do not read.**  A context says "all writes of a replica up to here", so a writer that is handed
-one after a blind write cannot be told of its own write alone while an unseen one of the same replica lives;
-with contexts only, two such writers would add a sibling a write up to the bound.  Therefore a put may also
-name its author's last dot.  It replaces that sibling where it is held, and reaches other replicas by merging.
+**Writers that do not read.**  A context says "all writes of a replica up to here", so a writer that is
+handed one after a blind write cannot be told of its own write alone while an unseen one of the same replica
+lives; with contexts only, two such writers would add a sibling a write up to the bound.  Therefore a put may
+also name its author's last dot.  It replaces that sibling where it is held, and reaches other replicas by
+merging.
 
 **Bound.**  ``put`` refuses to make more than ``SIBLINGS_MAX`` distinct values; ``merge`` never refuses and
 never drops.  A merged state can therefore hold more, but at most ``SIBLINGS_MAX`` a replica incarnation: when

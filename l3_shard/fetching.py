@@ -112,7 +112,7 @@ class Fetching:
                 lane.under_way.append(window)
                 windows.append(window)
                 message = BlockGet(self._routes.ring.epoch, [self._keys[index] for index in window.indices])
-                asks.append(self._routes.ask(node, message, sink=_copies_sink))
+                asks.append(self._routes.ask(node, message, sink=self._sink))
         if asks:
             calls: list[Call] = yield Submit(asks)
             for window, call in zip(windows, calls, strict=True):
@@ -140,6 +140,16 @@ class Fetching:
                 self._tried[index].clear()
             self._route(index, first=True)
 
+    def _sink(self, _request: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
+        """A buffer a copy, so that each block can be kept and let go by itself."""
+        if (
+            not isinstance(message, BlockCopies)
+            or sum(message.copy_bytes) != payload_bytes
+            or min(message.copy_bytes) < 0
+        ):
+            return None
+        return [self._routes.allocate(size) for size in message.copy_bytes if size]
+
     def _take(self, index: int, copy: memoryview | None, node: str) -> None:
         key = self._keys[index]
         if copy is not None:
@@ -164,17 +174,6 @@ class Fetching:
             for node, keys in damaged.items()
         ]
         self._told += yield Submit(asks)
-
-
-def _copies_sink(_request: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
-    """A buffer a copy, so that keeping one block does not keep its neighbours."""
-    if (
-        not isinstance(message, BlockCopies)
-        or sum(message.copy_bytes) != payload_bytes
-        or min(message.copy_bytes) < 0
-    ):
-        return None
-    return [memoryview(bytearray(size)) for size in message.copy_bytes if size]
 
 
 def _copies(answer: Answer, count: int) -> list[memoryview | None] | None:

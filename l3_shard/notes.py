@@ -45,7 +45,7 @@ class Notes:
         else:
             going = {note: self._waiting.pop(note) for note in list(self._waiting)[:NOTES_A_WRITE]}
         self._telling, self._told = self._told, []
-        self._desk.order(Persist(self._ticket, (), replica, tuple(going.items())))
+        self._desk.order(Persist(self._ticket, (), replica, notes=tuple(going.items())))
 
     def persisted(self, event: Persisted) -> bool:
         """Take the answer; False = the write was not ours."""

@@ -62,15 +62,15 @@ class _Record:
 
 
 class Reading:
-    """``repair(key, state)`` merges into our own copy; ``refused(answer)`` hears of every peer that did not
-    answer.
+    """``repair(key, state, mends)`` merges into our own copy, which is whole again if it ``mends``;
+    ``refused(answer)`` hears of every peer that did not answer.
     """
 
     def __init__(
         self,
         desk: Desk,
-        lines: Lines,
-        repair: Callable[[bytes, RecordState], None],
+        lines: Lines[RecordState],
+        repair: Callable[[bytes, RecordState, bool], None],
         refused: Callable[[Message], None],
     ) -> None:
         self.degraded_count = 0
@@ -119,12 +119,13 @@ class Reading:
             message = RecordFetch(get.epoch, [record.query.key for record in theirs])
             self._desk.ask(node, message, partial(self._answered, theirs))
 
-    def _own(self, record: _Record, local: Local) -> None:
+    def _own(self, record: _Record, local: Local[RecordState]) -> None:
         record.outstanding -= 1
         record.damaged = local.damaged
         if not local.damaged and not local.failure:
             record.own = local.state
-            self._learn(record, local.state, counts=record.query.witness)
+        if not local.failure:
+            self._learn(record, local.state, counts=record.query.witness and not local.damaged)
         if record.own is None or not record.own.context or not record.query.witness:
             record.need = max(record.need, record.query.wide)
             if not record.asked and not record.decided:
@@ -163,9 +164,9 @@ class Reading:
         record.decided = True
         if record.damaged:
             if record.answer_count >= record.need:  # else the damage, which later reads must notice, stays
-                self._repair(record.query.key, record.state)
+                self._repair(record.query.key, record.state, True)
         elif record.own is not None and record.own != record.state:
-            self._repair(record.query.key, record.state)
+            self._repair(record.query.key, record.state, False)
         record.get.open_count -= 1
         if not record.get.open_count:
             self._finish(record.get)

@@ -118,6 +118,11 @@ class Ring:
         """The shards that hold the record ``key``."""
         return self.owners(key, self._map.replicas)
 
+    def groups(self) -> list[tuple[str, ...]]:
+        """The different sets of shards that hold a record together, each sorted."""
+        count = self._map.replicas
+        return sorted({tuple(sorted(owners[:count])) for owners in self._owners})
+
     def block_owners(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the block ``key``."""
         return self.owners(key, self._map.block_copies)

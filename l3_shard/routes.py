@@ -45,7 +45,9 @@ class Routes:
         dial: Callable[[RingNode], str],
         timeout_s: float,
         clock: Callable[[], float],
+        allocate: Callable[[int], memoryview],
     ) -> None:
+        self.allocate = allocate
         self.ring = Ring.from_map(ring_map)
         self._shards = {shard.node: shard for shard in ring_map.shards}
         self.counts = L3Counts()

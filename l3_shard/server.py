@@ -8,6 +8,7 @@ and the order of the end: stop listening, drop the connections, finish the commi
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,9 @@ from l3_shard.desk import ShardLimits
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
+from l3_shard.storage import Load, Persist, Scan
 from l3_shard.store import Fsync, RecordStore
+from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
 """How often the machine hears what the wall clock shows."""
@@ -76,6 +79,7 @@ class RunningShard:
     """Offers a map; the epoch that the shard is at afterwards."""
     counts: Callable[[], ShardCounts]
     repair_counts: Callable[[], RepairCounts]
+    strong_counts: Callable[[], StrongCounts]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -117,6 +121,11 @@ async def run_shard(
         RecordStore, options.directory, fsync=options.fsync, map_bytes_max=options.map_bytes_max
     )
     try:
+        strong_store = await asyncio.to_thread(_open_strong, options)
+    except BaseException:
+        store.close()
+        raise
+    try:
         machine = Shard(
             node,
             store.replica,
@@ -126,12 +135,14 @@ async def run_shard(
             limits=options.limits,
             repair=options.repair,
             notes=store.notes(),
+            strong=StrongIdentity(strong_store.replica, incarnation, random.random),
         )
     except BaseException:
         store.close()
+        strong_store.close()
         raise
     identity = Identity(credentials.token(NODE_TENANT), incarnation)
-    process = _Process(machine, store, blocks, options, identity, dial, stop, clock)
+    process = _Process(machine, store, strong_store, blocks, options, identity, dial, stop, clock)
     service = BlockService(blocks, clock, region=region, epoch=process.epoch)
     server = DataServer(
         ShardService(machine, process.runtime, service),
@@ -151,6 +162,14 @@ async def run_shard(
         raise ShardStopped(process.reason)
 
 
+def _open_strong(options: ShardOptions) -> RecordStore:
+    """Every write is synced, whatever the policy for the rest: a promise or vote that a power cut takes back
+    could undo what a majority has decided."""
+    return RecordStore(
+        options.directory / "strong", fsync="always", database="strong", map_bytes_max=options.map_bytes_max
+    )
+
+
 class _Process:
     """The parts of a running shard and what goes on beside requests."""
 
@@ -158,6 +177,7 @@ class _Process:
         self,
         machine: Shard,
         store: RecordStore,
+        strong_store: RecordStore,
         blocks: BlockStore,
         options: ShardOptions,
         identity: Identity,
@@ -184,7 +204,9 @@ class _Process:
             on_stop=self._end,
         )
         self._commits = Commits(store, self.runtime.deliver, self._end, clock)
+        self._strong_commits = Commits(strong_store, self.runtime.deliver, self._end, clock)
         self._tasks = [asyncio.create_task(self._follow_wall())]
+        self.runtime.deliver(Tick())  # the machine reads its membership and begins to repair
         if options.fsync == "interval":
             self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
 
@@ -200,6 +222,7 @@ class _Process:
             adopt=self._adopt,
             counts=self._machine.counts,
             repair_counts=self._repair_counts,
+            strong_counts=self._machine.strong_counts,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -218,9 +241,7 @@ class _Process:
         return self._machine.ring.to_map()
 
     async def tick_until_stopped(self) -> None:
-        """Let the block store do what is due, until the end.  The machine needs to be woken once: then it
-        says itself when it wants to do something."""
-        self.runtime.deliver(Tick())
+        """Let the block store do what is due, until the end."""
         while not self._stop.is_set():
             now = self._clock()
             self._blocks.tick(now)
@@ -237,10 +258,14 @@ class _Process:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
-        await self._commits.close()
+        try:
+            await self._commits.close()
+        finally:
+            await self._strong_commits.close()
 
     def _perform(self, effect: Effect) -> None:
-        self._commits.perform(effect)
+        strong = isinstance(effect, Load | Persist | Scan) and effect.database == "strong"
+        (self._strong_commits if strong else self._commits).perform(effect)
 
     def _end(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -63,22 +63,32 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingGet,
     RingMap,
+    StrongAccept,
+    StrongChange,
+    StrongEnter,
+    StrongOrder,
+    StrongPrepare,
+    StrongRead,
     TreeGet,
 )
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
+from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.storage import Loaded, Persisted, Scan, Scanned, Surveyed
+from l3_shard.strong import Strong, StrongCounts, StrongIdentity
 from l3_shard.timers import Timers
 from l3_shard.tombstones import dead_since
 from l3_shard.writing import Draft, Writing
 
 TENANT_BYTES = 16
+CHANGES_MAX = 8
+"""Strong changes of one request: each may be answered with a value of ``VALUE_BYTES_MAX``."""
 RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
 RECOVER_KEYS_MAX = 8
@@ -152,6 +162,15 @@ class _Merge:
 
 
 @dataclass(eq=False, slots=True)
+class _Recovery:
+    """A damaged record that the other replicas are asked for."""
+
+    key: bytes
+    need: int
+    """Replicas that must still tell what they have until ours has all that was acknowledged."""
+
+
+@dataclass(eq=False, slots=True)
 class _Fetch:
     """A peer's request for our own states."""
 
@@ -180,6 +199,7 @@ class Shard:
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
         notes: what the store kept beside the records.
+        strong: who the shard is for strong records; ``None`` = it keeps none.
 
     Raises:
         RingError: the map contradicts itself.
@@ -196,6 +216,7 @@ class Shard:
         limits: ShardLimits | None = None,
         repair: RepairOptions | None = None,
         notes: Mapping[bytes, bytes] | None = None,
+        strong: StrongIdentity | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -206,9 +227,20 @@ class Shard:
         self._limits = limits or ShardLimits()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
-        self._lines = Lines(self._limits.changes_max, tickets, self._limits.recent_bytes_max)
+        self._lines = Lines(
+            self._limits.changes_max,
+            tickets,
+            self._limits.recent_bytes_max,
+            empty=dvv.EMPTY,
+            value_bytes=dvv.value_bytes,
+        )
         self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
+        self._strong: Strong | None = None
+        if strong is not None:
+            self._strong = Strong(
+                node, strong, self._desk, tickets, ring=lambda: self.ring, refused=self._refused
+            )
         self._scans: dict[Ticket, _Scan] = {}
         self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
         self._timers = Timers(tickets)
@@ -245,6 +277,8 @@ class Shard:
                 self._received(event.origin, event.message)
             case Answered():
                 self._desk.answered(event)
+            case Loaded() | Persisted() | Scanned() if self._strong is not None and self._strong.took(event):
+                pass
             case Loaded():
                 self._loaded(event)
             case Persisted(outcome="failed"):
@@ -268,14 +302,20 @@ class Shard:
         return self._flush()
 
     def deadline(self) -> float | None:
-        due = [when for when in (self._desk.deadline(), self._timers.deadline()) if when is not None]
-        return None if self._stopped else min(due, default=None)
+        if self._stopped:
+            return None
+        waits = [self._desk.deadline(), self._timers.deadline()]
+        if self._strong is not None:
+            waits.append(self._strong.deadline())
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _flush(self) -> list[Effect]:
         """Collect what was ordered; a change that came to nothing is done here and may order more."""
         effects = self._desk.take()
-        while self._lines.pending:
+        while self._pending():
             effects += self._lines.flush(self.replica)
+            if self._strong is not None:
+                effects += self._strong.flush()
         self._writing.flush()
         self._notes.flush(self.replica)
         return effects + self._desk.take()
@@ -287,6 +327,12 @@ class Shard:
         if self._background is not None:
             for key in keys:
                 self._background.forest.mark(key)
+
+    def _pending(self) -> bool:
+        if self._strong is None:
+            return self._lines.pending
+        self._strong.wake()
+        return self._lines.pending or self._strong.pending
 
     # -- requests
 
@@ -305,6 +351,15 @@ class Shard:
                     self._fetch(origin, message)
                 case TreeGet() | LeafGet() | RecordForget():
                     self._serve_repair(origin, message)
+                case StrongRead():
+                    self._strong_read(origin, message)
+                case StrongChange():
+                    self._strong_change(origin, message)
+                case StrongPrepare() | StrongAccept():
+                    self._strong_vote(origin, message)
+                case StrongEnter():
+                    self._check_peer(origin, message.epoch, ())
+                    self._strong_records().enter(origin, message)
                 case RingGet() if self.ring.epoch == NO_RING.epoch:
                     raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
@@ -441,7 +496,7 @@ class Shard:
         for index, key in enumerate(message.keys):
             self._lines.read(key, partial(self._fetched, fetch, index))
 
-    def _fetched(self, fetch: _Fetch, index: int, local: Local) -> None:
+    def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""
         fetch.states[index] = local.state if local.state.context else None
         fetch.incomplete |= local.damaged or bool(local.failure) or not self._caught_up
@@ -491,11 +546,16 @@ class Shard:
         """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
         return self.ring.epoch, self._beside(self._replicas_if_ours(key))
 
-    def _repair(self, key: bytes, state: RecordState) -> None:
+    def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
         again.
         """
-        self._merge(key, state, lambda error: None)
+
+        def done(error: KVCommError | None) -> None:
+            if mends and error is None:
+                self._lines.mend(key)
+
+        self._merge(key, state, done)
 
     def _missed(self, node: str, keys: Sequence[bytes], answer: Message) -> None:
         """``node`` did not acknowledge ``keys``."""
@@ -511,6 +571,54 @@ class Shard:
                 self._adopt(decode_map(answer.detail))
             except Corrupt:
                 self._stale_map_count += 1
+
+    # -- strong records
+
+    def _strong_records(self) -> Strong:
+        if self._strong is None:
+            raise Refused(f"{self.node} was started without strong records")
+        return self._strong
+
+    def _strong_read(self, origin: Origin, message: StrongRead) -> None:
+        self._check_epoch(message.epoch)
+        for key in _checked_keys(message.keys):
+            self._replicas(key)
+        orders = [StrongOrder(origin.tenant + key, READ) for key in message.keys]
+        self._strong_run(origin, orders)
+
+    def _strong_change(self, origin: Origin, message: StrongChange) -> None:
+        self._check_epoch(message.epoch)
+        if len(message.changes) > CHANGES_MAX:
+            raise TooLarge(f"a request has at most {CHANGES_MAX} changes, got {len(message.changes)}")
+        _checked_keys([order.key for order in message.changes])
+        for order in message.changes:
+            self._replicas(order.key)
+            if order.op not in OPS:
+                raise Refused(f"a change is one of {', '.join(OPS)}, got {order.op!r}")
+            if order.value is not None and len(order.value) > VALUE_BYTES_MAX:
+                raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
+            if order.op == "put" and order.value is None:
+                raise Refused("a put without a value; delete says what you mean")
+        orders = [
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            for order in message.changes
+        ]
+        self._strong_run(origin, orders)
+
+    def _strong_run(self, origin: Origin, orders: Sequence[StrongOrder]) -> None:
+        strong = self._strong_records()
+        if not orders:
+            raise Refused("a request names at least one record")
+        strong.run(origin, orders)
+
+    def _strong_vote(self, origin: Origin, message: StrongPrepare | StrongAccept) -> None:
+        """Votes are for the settled owners too, which need not own the record by the newest map."""
+        self._check_peer(origin, message.epoch, ())
+        _checked_keys([message.key], TENANT_BYTES)
+        strong = self._strong_records()
+        if message.epoch <= self.ring.epoch and not strong.owned(message.key):
+            raise Refused(f"epoch {self.ring.epoch}: {self.node} is no owner of this record")
+        strong.vote(origin, message)
 
     # -- what changes give and take
 
@@ -541,7 +649,7 @@ class Shard:
         """The largest that this replica gave out in any of ``states``."""
         return max((state.context.get(self.replica, 0) for state in states), default=0)
 
-    def _loaded(self, event: Loaded) -> None:
+    def _loaded(self, event: Loaded[RecordState]) -> None:
         """A damaged record is a lost counter: from here on our writes carry the next id (before any is
         applied).  Once for each: a record that nobody can repair must not use up an id with every look at it.
         """
@@ -553,22 +661,28 @@ class Shard:
     def _recover(self, keys: Sequence[bytes]) -> None:
         """Get back from the others what our damaged copies held, whoever came for them: a write or merge puts
         its own state in their place, and what we alone had shown would be hidden from reads of our copy."""
-        by_node: dict[str, list[bytes]] = {}
+        by_node: dict[str, list[_Recovery]] = {}
         for key in keys:
-            for node in self._place(key)[1]:
-                by_node.setdefault(node, []).append(key)
+            others = self._place(key)[1]
+            need = 1 + len(others) - min(self.ring.to_map().write_quorum, 1 + len(others)) + 1
+            recovery = _Recovery(key, min(need, len(others)))
+            for node in others:
+                by_node.setdefault(node, []).append(recovery)
         for node, theirs in by_node.items():
             for begin in range(0, len(theirs), RECOVER_KEYS_MAX):
                 piece = theirs[begin : begin + RECOVER_KEYS_MAX]
-                self._desk.ask(node, RecordFetch(self.ring.epoch, piece), partial(self._recovered, piece))
+                fetch = RecordFetch(self.ring.epoch, [recovery.key for recovery in piece])
+                self._desk.ask(node, fetch, partial(self._recovered, piece))
 
-    def _recovered(self, keys: Sequence[bytes], answer: Message) -> None:
-        if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
+    def _recovered(self, recoveries: Sequence[_Recovery], answer: Message) -> None:
+        if not isinstance(answer, RecordStates) or len(answer.states) != len(recoveries):
             self._refused(answer)
             return
-        for key, state in zip(keys, answer.states, strict=True):
-            if state is not None and is_sound(state):
-                self._repair(key, state)
+        for recovery, state in zip(recoveries, answer.states, strict=True):
+            if state is None or is_sound(state):
+                recovery.need -= not answer.degraded
+                if state is not None or recovery.need <= 0:
+                    self._repair(recovery.key, state or dvv.EMPTY, recovery.need <= 0)
 
     def _adopt(self, ring_map: RingMap) -> None:
         """Epochs only grow.  Requests under way keep the epoch that they began with."""
@@ -583,12 +697,16 @@ class Shard:
             self._plans.clear()
             if self._background is not None:
                 self._background.placed()
+            if self._strong is not None:
+                self._strong.ring_changed()
 
     # -- scans
 
     def _scan(self, origin: Origin, message: RecordScan) -> None:
         if len(message.prefix) > RECORD_KEY_BYTES_MAX or len(message.after) > RECORD_KEY_BYTES_MAX:
             raise TooLarge(f"record names have at most {RECORD_KEY_BYTES_MAX} bytes")
+        if message.epoch:
+            self._check_epoch(message.epoch)
         if message.limit < 1:
             raise Refused(f"a scan's limit starts at 1, got {message.limit}")
         request = self._desk.open(origin, 1)
@@ -641,18 +759,25 @@ class Shard:
         """Of the background repair, if there is one."""
         return None if self._background is None else self._background.counts()
 
+    def strong_counts(self) -> StrongCounts:
+        """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
+        return self._strong_records().counts()
+
     def check(self) -> None:
         """Assert every invariant."""
         self._desk.check()
         self._lines.check()
         if self._background is not None:
             self._background.check()
+        if self._strong is not None:
+            self._strong.check()
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key`` (tenant digest included), for a person."""
         owners = self.ring.replicas(key[TENANT_BYTES:])
         place = f"epoch {self.ring.epoch}, owners {owners}"
-        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}"
+        strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
+        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
 
 
 def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:

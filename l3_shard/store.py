@@ -52,11 +52,11 @@ from xxhash import xxh3_64
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
 from l3_shard import dvv
 from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
-from l3_shard.storage import Entry
+from l3_shard.storage import Database, Entry, State
 from l3_shard.tombstones import dead_since
 
 Fsync = Literal["always", "interval", "never"]
@@ -80,7 +80,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_decoder = msgspec.msgpack.Decoder(RecordState)
+_decoders: dict[Database, msgspec.msgpack.Decoder[State]] = {
+    "records": msgspec.msgpack.Decoder(RecordState),
+    "strong": msgspec.msgpack.Decoder(StrongState),
+}
 
 
 class DiskFull(Unavailable):
@@ -104,17 +107,17 @@ class _Owner(msgspec.Struct, frozen=True):
     closed: bool
 
 
-def encode_value(key: bytes, state: RecordState) -> bytes:
+def encode_value(key: bytes, state: State) -> bytes:
     """The stored form of a record."""
     return _encoded(key, state, msgspec.msgpack.encode(state))
 
 
-def _encoded(key: bytes, state: RecordState, body: bytes) -> bytes:
-    flags = _ALIVE if dvv.alive(state) else 0
+def _encoded(key: bytes, state: State, body: bytes) -> bytes:
+    flags = _ALIVE if isinstance(state, StrongState) or dvv.alive(state) else 0
     return _HEAD.pack(_VERSION, flags, _checksum(flags, key, body)) + body
 
 
-def decode_value(key: bytes, value: bytes) -> RecordState:
+def decode_value(key: bytes, value: bytes, database: Database = "records") -> State:
     """The inverse of :func:`encode_value`.
 
     Raises:
@@ -126,7 +129,7 @@ def decode_value(key: bytes, value: bytes) -> RecordState:
     body = value[_HEAD.size :]
     if version != _VERSION or checksum != _checksum(flags, key, body):
         raise Corrupt("a stored record does not match its checksum")
-    return _decoder.decode(body)
+    return _decoders[database].decode(body)
 
 
 def _checksum(flags: int, key: bytes, body: bytes) -> int:
@@ -147,6 +150,8 @@ class RecordStore:
     Args:
         directory: made if missing; owned by this store until :meth:`close`.
         fsync: see the module.
+        database: which kind of state it holds.  ``strong`` has its own directory, so that no policy but
+            ``always`` ever touches its file, and lists deleted records like others.
         map_bytes_max: the database may grow to this size; then writes raise ``DiskFull``.
         draw: makes the random part of a new replica id.
         boot: names the machine's current boot; a process crash and a power cut are told apart by it.
@@ -162,6 +167,7 @@ class RecordStore:
         directory: Path,
         *,
         fsync: Fsync = "always",
+        database: Database = "records",
         map_bytes_max: int = 1 << 40,
         draw: Callable[[], str] = lambda: secrets.token_hex(8),
         boot: str | None = None,
@@ -170,7 +176,7 @@ class RecordStore:
         self.fsync: Fsync = fsync
         self.damaged_count = 0
         """Records whose bytes failed verification, since start."""
-        self._directory = directory
+        self._directory, self._database = directory, database
         self._free_bytes = free_bytes
         self._map_bytes_max = max(map_bytes_max, MAP_BYTES_MIN)
         self._boot = _boot() if boot is None else boot
@@ -190,19 +196,19 @@ class RecordStore:
             os.close(self._lock)
             raise
 
-    def load(self, keys: Sequence[bytes]) -> tuple[list[RecordState | None], list[bytes]]:
+    def load(self, keys: Sequence[bytes]) -> tuple[list[State | None], list[bytes]]:
         """(states in the order of ``keys``, keys whose bytes failed verification).
 
         Raises:
             DiskFailed: the database cannot be read.
         """
-        states: list[RecordState | None] = []
+        states: list[State | None] = []
         damaged: list[bytes] = []
         with self._reading() as transaction:
             for key in keys:
                 value = transaction.get(key, db=self._records)
                 try:
-                    states.append(None if value is None else decode_value(key, bytes(value)))
+                    states.append(None if value is None else decode_value(key, bytes(value), self._database))
                 except (Corrupt, msgspec.DecodeError):
                     states.append(None)
                     damaged.append(key)
@@ -211,7 +217,7 @@ class RecordStore:
 
     def write(
         self,
-        writes: Sequence[tuple[bytes, RecordState]],
+        writes: Sequence[tuple[bytes, State]],
         replica: str,
         notes: Sequence[tuple[bytes, bytes | None]] = (),
     ) -> None:
@@ -258,7 +264,7 @@ class RecordStore:
         keys: list[bytes] = []
         with self._reading() as transaction, transaction.cursor(db=self._records) as cursor:
             found = cursor.set_range(max(prefix, after))
-            if found and cursor.key() == after:
+            if found and bytes(cursor.key()) == after:
                 found = cursor.next()
             last = after
             for _ in range(SCAN_LOOKED_MAX):
@@ -268,7 +274,8 @@ class RecordStore:
                 if len(keys) == limit:
                     return keys, last
                 last = key
-                if cursor.value()[1:2] != b"\x00":  # a damaged one is named too: reading it will repair it
+                # A damaged one is named too: reading it will repair it.
+                if bytes(cursor.value()[1:2]) != b"\x00":
                     keys.append(key)
                 found = cursor.next()
         return keys, last
@@ -349,6 +356,8 @@ class RecordStore:
 
     def _build_index_if_missing(self) -> None:
         """Of a database written before there was one.  Later both are written together."""
+        if self._database == "strong":
+            return
         with self._reading() as transaction:
             if transaction.stat(self._index)["entries"] == transaction.stat(self._records)["entries"]:
                 return
@@ -394,7 +403,7 @@ class RecordStore:
     def _reading(self) -> Iterator[lmdb.Transaction]:
         with self._resize:
             try:
-                with self._environment.begin() as transaction:
+                with self._environment.begin(buffers=True) as transaction:  # a scan copies no values
                     yield transaction
             except lmdb.Error as error:
                 raise DiskFailed(f"the record database cannot be read: {error}") from error
@@ -434,9 +443,12 @@ class _Row(NamedTuple):
     value: bytes | None
     index_key: bytes
     entry: bytes | None
+    """In the index, where strong records have none: they are not compared."""
 
 
-def _row(key: bytes, state: RecordState) -> _Row:
+def _row(key: bytes, state: State) -> _Row:
+    if isinstance(state, StrongState):
+        return _Row(key, encode_value(key, state), _index_key(key), None)
     if not state.context:
         return _Row(key, None, _index_key(key), None)
     body = msgspec.msgpack.encode(state)

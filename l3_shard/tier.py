@@ -9,6 +9,7 @@ shard that failed is passed over for ``SHUN_S``.
   the next owner, and is a miss when there is none.
 * **Records** (``coordination``): the first owner that can be reached coordinates.  A write whose outcome is
   unknown is never sent again.
+* **Strong records** go the same way; their shards vote on every change (``strong``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingMap,
     RingNode,
+    StrongChange,
+    StrongOrder,
+    StrongOutcome,
+    StrongOutcomes,
+    StrongRead,
 )
 from l3_shard.coordination import Batch, Coordination
 from l3_shard.fetching import Fetching
@@ -56,6 +62,7 @@ class L3Tier:
         dial: where to call a shard.
         timeout_s: a request is given up after so long, and its shard counts as failed.
         clock: monotonic seconds, for how long a shard is passed over.
+        allocate: memory to receive a copy of so many bytes into.
 
     Raises:
         RingError: the map contradicts itself.
@@ -70,8 +77,9 @@ class L3Tier:
         dial: Callable[[RingNode], str] = lambda shard: shard.address,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
     ) -> None:
-        self._routes = Routes(ring_map, dial, timeout_s, clock)
+        self._routes = Routes(ring_map, dial, timeout_s, clock, allocate)
 
     @property
     def ring(self) -> Ring:
@@ -139,13 +147,18 @@ class L3Tier:
         Raises:
             Unavailable: no owner of some key answered.
         """
-        said = yield from self.record_states(keys)
-        return [_record_answer(state, said.degraded) for state in said.states]
+        found = yield from self._read(keys)
+        return [_record_answer(*found[index]) for index in range(len(keys))]
 
     def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
         """The replicated states themselves, one a key; raises as :meth:`record_get`."""
-        states: dict[int, RecordState | None] = {}
-        degraded = False
+        found = yield from self._read(keys)
+        states = [found[index][0] for index in range(len(keys))]
+        return RecordStates(states, any(degraded for _, degraded in found.values()))
+
+    def _read(self, keys: Sequence[bytes]) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
+        """By index: the state, and whether the shard that was asked for it called its answer degraded."""
+        found: dict[int, tuple[RecordState | None, bool]] = {}
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
             return RecordGet(epoch, [keys[index] for index in indices])
@@ -153,13 +166,12 @@ class L3Tier:
         def take(indices: Sequence[int], message: Message) -> bool:
             if not isinstance(message, RecordStates) or len(message.states) != len(indices):
                 return False
-            nonlocal degraded
-            degraded |= message.degraded
-            states.update(zip(indices, message.states, strict=True))
+            for index, state in zip(indices, message.states, strict=True):
+                found[index] = state, message.degraded
             return True
 
         yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
-        return RecordStates([states[index] for index in range(len(keys))], degraded)
+        return found
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         """See ``Records.record_put``.
@@ -186,6 +198,43 @@ class L3Tier:
         yield from Coordination(self._routes, batch).steps()
         return [versions[index] for index in range(len(writes))]
 
+    def strong_read(self, keys: Sequence[bytes]) -> Steps[list[StrongOutcome]]:
+        """See ``Registers.strong_read``: any owner coordinates, the first one as long as it answers."""
+
+        def request(epoch: int, indices: Sequence[int]) -> Message:
+            return StrongRead(epoch, [keys[index] for index in indices])
+
+        return (yield from self._strong(keys, [0] * len(keys), request))
+
+    def strong_change(self, orders: Sequence[StrongOrder]) -> Steps[list[StrongOutcome]]:
+        """See ``Registers.strong_change``.  One after the other: each may wait for its record's turn."""
+        outcomes: list[StrongOutcome] = []
+        for order in orders:
+
+            def request(epoch: int, indices: Sequence[int], order: StrongOrder = order) -> Message:
+                return StrongChange(epoch, [order])
+
+            size = len(order.key) + len(order.value or b"")
+            outcomes += yield from self._strong([order.key], [size], request)
+        return outcomes
+
+    def _strong(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        request: Callable[[int, Sequence[int]], Message],
+    ) -> Steps[list[StrongOutcome]]:
+        found: dict[int, StrongOutcome] = {}
+
+        def take(indices: Sequence[int], message: Message) -> bool:
+            if not isinstance(message, StrongOutcomes) or len(message.outcomes) != len(indices):
+                return False
+            found.update(zip(indices, message.outcomes, strict=True))
+            return True
+
+        yield from Coordination(self._routes, Batch(keys, sizes, request, take)).steps()
+        return [found[index] for index in range(len(keys))]
+
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted: what all shards together name.
 
@@ -196,13 +245,22 @@ class L3Tier:
             Unavailable: too many shards did not answer.
             TooLarge, Refused: the prefix is too long, or a shard is busy.
         """
+        for _ in range(2):
+            found = yield from self._scan(prefix)
+            if found is not None:
+                return found
+        raise Unavailable("the ring changed twice during one scan; try again")
+
+    def _scan(self, prefix: bytes) -> Steps[list[bytes] | None]:
+        """``None``: the shards are others by now, and we know them."""
         ring = self._routes.ring
         names: set[bytes] = set()
         missing: list[str] = []
         after: dict[str, bytes] = dict.fromkeys(ring.names, b"")
         while after:
             asks = [
-                self._routes.ask(node, RecordScan(prefix, last, SCAN_KEYS)) for node, last in after.items()
+                self._routes.ask(node, RecordScan(prefix, last, SCAN_KEYS, ring.epoch))
+                for node, last in after.items()
             ]
             answers = yield from ask_all(asks)
             further: dict[str, bytes] = {}
@@ -213,7 +271,8 @@ class L3Tier:
                 ):
                     raise failure_to_error(answer.message.code, answer.message.text)
                 if not isinstance(answer.message, RecordKeys):
-                    self._routes.failed(node, answer)
+                    if self._routes.failed(node, answer):
+                        return None
                     missing.append(node)
                     continue
                 names.update(answer.message.keys)

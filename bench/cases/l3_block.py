@@ -16,9 +16,12 @@ from bench.timing import Call, Operation, Rounds, interleave, round_robin
 from kvcomm.block import BlockKey
 from kvcomm.errors import Unavailable
 from kvcomm.rpc import Peers, run_blocking
+from kvcomm.slabs import Slabs
 from kvcomm.tier import Block
 
 GET = "shard: get over TCP"
+RUN = "shard: get of a run of blocks over TCP, a block"
+"""As a fetch of a prefix does it: every block of the working set in one operation."""
 SOCKET_TIMES_MAX, PEER_TIMES_MIN = 1.3, 1.3
 
 
@@ -32,7 +35,7 @@ def run(scale: Scale) -> Report:
         operations: list[Operation] = [
             memcpy(scale.working_set, scale.block_bytes),
             stack.enter_context(raw_socket(scale.working_set, scale.block_bytes)),
-            _get(running, keys, peers),
+            *_gets(running, keys, peers),
         ]
         missing = {}
         redis = stack.enter_context(redis_server())
@@ -57,32 +60,35 @@ def run(scale: Scale) -> Report:
     return report
 
 
-def _get(running: Service, keys: list[BlockKey], peers: Peers) -> Call:
+def _gets(running: Service, keys: list[BlockKey], peers: Peers) -> list[Call]:
     """Through the tier, told to use TCP though the shard is on this host."""
     from l3_shard.tier import L3Tier
 
     ring = running.instance.ring()
     if ring is None:
         raise Unavailable("the cluster wrote no ring")
-    tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=DEADLINE_S)
+    tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=DEADLINE_S, allocate=Slabs().take)
 
-    def get(key: BlockKey) -> None:
+    def get(run: list[BlockKey]) -> None:
         found: list[Block] = []
-        steps = tier.get([key], lambda _, block: found.append(block))
+        steps = tier.get(run, lambda _, block: found.append(block))
         run_blocking(steps, peers, time.monotonic() + DEADLINE_S)
-        if not found:
+        if len(found) < len(run):
             raise RuntimeError("the shards lost a block that was to be fetched")
 
-    return Call(GET, round_robin(get, keys))
+    each = [[key] for key in keys]
+    return [Call(GET, round_robin(get, each)), Call(RUN, lambda: get(keys), items=len(keys))]
 
 
 def _claim(report: Report, rounds: Rounds, size: str, missing: dict[str, str]) -> None:
-    over = rounds.ratio(GET, RAW_SOCKET)
-    report.claim(f"{size} from a shard over TCP, over a raw socket", "<=", SOCKET_TIMES_MAX, "x", over)
+    for what, name in ((size, GET), (f"{size} of a run", RUN)):
+        over = rounds.ratio(name, RAW_SOCKET)
+        report.claim(f"{what} from a shard over TCP, over a raw socket", "<=", SOCKET_TIMES_MAX, "x", over)
     for peer in ("Redis", "Mooncake"):
         if peer in missing:
             report.skip(f"{size} from a shard against {peer}", missing[peer])
             continue
         best = rounds.fastest([name for name in rounds.seconds if name.startswith(peer)])
-        faster = rounds.ratio(best, GET)
-        report.claim(f"{size} from a shard, against {best}", ">=", PEER_TIMES_MIN, "x faster", faster)
+        for what, name in ((size, GET), (f"{size} of a run", RUN)):
+            faster = rounds.ratio(best, name)
+            report.claim(f"{what} from a shard, against {best}", ">=", PEER_TIMES_MIN, "x faster", faster)

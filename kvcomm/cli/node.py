@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcomm.wire.control_codec import NodeStatus
     from l3_shard.repair import RepairCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.strong import StrongCounts
 
 
 class NodeProcess:
@@ -153,6 +154,14 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+
+    def refresh_strong(self, counts: StrongCounts) -> None:
+        """The same for its strong records."""
+        metrics, failures = self.metrics, "kvcomm_strong_failures_total"
+        metrics.gauge("kvcomm_strong_votes").set(int(counts.votes))
+        metrics.counter("kvcomm_strong_contended_rounds_total").advance_to(counts.contended_count)
+        metrics.counter(failures, outcome="unavailable").advance_to(counts.unavailable_count)
+        metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
 
 
 class StoreBackend:

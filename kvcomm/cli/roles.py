@@ -113,6 +113,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
             def refresh() -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
+                process.refresh_strong(running.strong_counts())
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)

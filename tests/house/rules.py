@@ -14,7 +14,7 @@ from tests.house.source import TIERS, Source
 FUNCTION_LINES_MAX = 70
 VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "manager"}
 UNSAFE_LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
-COMPOSITION_ROOTS = ("kvcomm.connect", "kvcomm.cli")
+COMPOSITION_ROOTS = ("kvcomm.connect", "kvcomm.cli", "kvcomm.chaos")
 # Heavy optional packages -> the only rooms that may name them.
 ENGINE_ROOMS = {
     "torch": ("kvcomm.engines", "kvcomm.demo"),

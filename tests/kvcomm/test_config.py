@@ -106,7 +106,7 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.reservation_ttl", "0s", "no time at all"),
         ("cache.l1_negative_entries", "many", "a whole number"),
         ("cache.l1_negative_entries", -1, "at least 0"),
-        ("cache.l3_consistency", "strong", "not available in this version"),
+        ("cache.l3_consistency", "strong", "kv.strong"),
         ("cache.l3_consistency", "stronk", "expected one of eventual"),
         ("network.zero_copy_threshold", "15%", "expected bytes"),
         ("network.transports", [], "a list without repetition"),

@@ -1,8 +1,10 @@
 """``Cluster``: shard machines in one thread, a message network and disks drawn from one seed.
 
-Messages are delayed, overtake each other and get lost, in either direction; disks take time; nodes crash
-(keeping what was durable), lose their disk (coming back under a new replica id), find a record damaged, or
-are away for a while.  Every machine checks its invariants after every event.
+Messages are delayed, overtake each other and get lost, in either direction, and those that may be are
+doubled; disks take time and are full at times; nodes crash (keeping what was durable), stay down, stand still
+(and then do all that has come meanwhile), lose their disk (coming back under a new replica id), find a record
+damaged, or are away for a while; maps of the same nodes reach them one by one.  Every machine checks its
+invariants after every event.
 """
 
 import heapq
@@ -27,13 +29,14 @@ from kvcomm.machine import (
     Tick,
     Ticket,
 )
-from kvcomm.wire.messages import Failure, Message, RecordReplicate, RecordState, RingMap, RingNode
+from kvcomm.wire.messages import Failure, Message, RecordGet, RecordReplicate, RecordState, RingMap, RingNode
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.merkle import leaf_of, state_digest
 from l3_shard.repair import RepairOptions
 from l3_shard.replica import first_replica, later
-from l3_shard.shard import Shard
+from l3_shard.ring import Ring
+from l3_shard.shard import RingChanged, Shard
 from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
 from l3_shard.tombstones import dead_since
 
@@ -82,6 +85,10 @@ class Faults:
     loss: float = 0.0
     delay_s: float = 0.05
     disk_s: float = 0.02
+    double: float = 0.0
+    """Of messages that are harmless twice."""
+    full: float = 0.0
+    """Of writes to a disk."""
 
 
 class Cluster:
@@ -91,23 +98,28 @@ class Cluster:
         names: str = "abc",
         faults: Faults | None = None,
         limits: ShardLimits | None = None,
+        make: Callable[..., Shard] = Shard,
         repair: RepairOptions | None = None,
         **quorums: int,
     ) -> None:
         self.repair = repair
         self.away: set[str] = set()
         """Nodes that no message reaches or leaves."""
+        self._make = make
+        self._down: set[str] = set()
+        self._paused_until = dict.fromkeys(names, 0.0)
         self.limits = limits or ShardLimits(request_timeout_s=1.0)
         self.draw = random.Random(seed)
         self.names = names
         self.faults = faults or Faults()
         self.map = ring_map(names, **quorums)
+        self._ring = Ring.from_map(self.map)  # every epoch places alike
         self.now = 0.0
         self._order = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._requests: dict[tuple[str, int], Callable[[Message], None]] = {}
         self._lives = dict.fromkeys(names, 0)
-        self._ticks: dict[str, float] = {}  # node -> when its next tick comes
+        self._ticks: dict[tuple[str, int], float] = {}  # (node, life) -> when its next tick comes
         self._writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._drawn = count()
         self.disks = {name: Disk(self._new_replica()) for name in names}
@@ -144,6 +156,30 @@ class Cluster:
         self._lives[node] += 1
         self._boot(node)
 
+    def fail(self, node: str, down_s: float) -> None:
+        """Crash, and be back after a while."""
+        self.crash(node)
+        self._lives[node] += 1
+        self._down.add(node)
+        self.after(down_s, lambda: self._come_back(node))
+
+    def pause(self, node: str, pause_s: float) -> None:
+        """Stand still: nothing is handled, everything that comes waits."""
+        self._paused_until[node] = max(self._paused_until[node], self.now + pause_s)
+
+    def change_ring(self, spread_s: float) -> None:
+        """A new epoch of the same nodes; each hears of it at another time."""
+        self.map = ring_map(
+            self.names,
+            epoch=self.map.epoch + 1,
+            replicas=self.map.replicas,
+            write=self.map.write_quorum,
+            read=self.map.read_quorum,
+        )
+        for node in self.names:
+            event, life = RingChanged(self.map), self._lives[node]
+            self.after(self.draw.uniform(0, spread_s), partial(self._deliver, node, life, event))
+
     def lose(self, node: str) -> None:
         """Restart with an empty disk."""
         self._writing[node] = []
@@ -154,9 +190,20 @@ class Cluster:
         """Deliver everybody's records to everybody, through the machines."""
         self.run()
         self.faults = Faults()
+        for node in self.names:
+            self._deliver(node, self._lives[node], RingChanged(self.map))
+            if damaged := sorted(self.disks[node].damaged):
+                self.crash(node)  # it may know from memory what it cannot read any more
+                keys = [key[len(TENANT) :] for key in damaged]
+                self.call(node, RecordGet(self.map.epoch, keys), lambda answer: None)
+                self.run()
         for source in self.names:
-            records = sorted(self.disks[source].records.items())
             for target in self.names:
+                records = [
+                    (key, state)
+                    for key, state in sorted(self.disks[source].records.items())
+                    if target in self.owners(key) and key not in self.disks[source].damaged
+                ]
                 if source != target and records:
                     keys, states = [key for key, _ in records], [state for _, state in records]
                     message = RecordReplicate(self.map.epoch, keys, states)
@@ -165,13 +212,21 @@ class Cluster:
                     )
             self.run()
 
+    def owners(self, stored: bytes) -> tuple[str, ...]:
+        """The replicas of a stored key."""
+        return self._ring.replicas(stored[len(TENANT) :])
+
     # -- the world
+
+    def _come_back(self, node: str) -> None:
+        self._down.discard(node)
+        self.crash(node)
 
     def _new_replica(self) -> str:
         return first_replica(f"replica{next(self._drawn):03}")
 
     def _boot(self, name: str) -> None:
-        self.shards[name] = Shard(
+        self.shards[name] = self._make(
             name,
             self.disks[name].replica,
             self.map,
@@ -181,11 +236,13 @@ class Cluster:
             repair=self.repair,
             notes=dict(self.disks[name].notes),
         )
-        self._ticks.pop(name, None)
         self.after(0.0, partial(self._deliver, name, self._lives[name], Tick()))
 
     def _deliver(self, node: str, life: int, event: Event) -> None:
-        if life != self._lives[node]:
+        if life != self._lives[node] or node in self._down:
+            return
+        if self._paused_until[node] > self.now:
+            self.after(self._paused_until[node] - self.now, lambda: self._deliver(node, life, event))
             return
         shard = self.shards[node]
         effects = shard.handle(event, self.now)
@@ -195,13 +252,13 @@ class Cluster:
         self._arm(node, life, shard.deadline())
 
     def _arm(self, node: str, life: int, deadline: float | None) -> None:
-        if deadline is None or self._ticks.get(node, math.inf) <= deadline:
+        if deadline is None or self._ticks.get((node, life), math.inf) <= deadline:
             return
-        self._ticks[node] = when = max(self.now, deadline)
+        self._ticks[node, life] = when = max(self.now, deadline)
 
         def tick() -> None:
-            if life == self._lives[node] and self._ticks.get(node) == when:
-                del self._ticks[node]
+            if self._ticks.get((node, life)) == when:
+                del self._ticks[node, life]
                 self._deliver(node, life, Tick())
 
         self.after(when - self.now, tick)
@@ -267,9 +324,10 @@ class Cluster:
         self.after(timeout_s, lambda: answer(Failure("unavailable", "no reply in time")))
         if self._passes(reliable, node, asker):
             origin = Origin(ConnectionId(1), number, tenant, 1)
-            self.after(
-                self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
-            )
+            for _ in range(2 if message.idempotent and self.draw.random() < self.faults.double else 1):
+                self.after(
+                    self._delay_s(), lambda: self._deliver(node, self._lives[node], Received(origin, message))
+                )
 
     def _load(self, node: str, life: int, ticket: Ticket, keys: tuple[bytes, ...]) -> None:
         if life != self._lives[node]:
@@ -282,6 +340,9 @@ class Cluster:
     def _persist(self, node: str, life: int, persist: Persist) -> None:
         if life == self._lives[node]:
             self._writing[node].remove(persist)
+            if self.draw.random() < self.faults.full:
+                self._deliver(node, life, Persisted(persist.ticket, "full", "no room"))
+                return
             self.disks[node].write(persist)
             self._deliver(node, life, Persisted(persist.ticket))
 

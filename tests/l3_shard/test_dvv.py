@@ -237,7 +237,9 @@ def test_two_alternating_writers_stay_at_few_siblings_and_one_entry():
 
 def test_two_writers_that_never_read_keep_one_value_each():
     """With plain contexts neither could replace its own last write without hiding the other's."""
-    state, handed, own = dvv.EMPTY, [{}, {}], [None, None]
+    handed: list[dict[str, int]] = [{}, {}]
+    own: list[Dot | None] = [None, None]
+    state = dvv.EMPTY
     draw = random.Random(5)
     for turn in range(200):
         who = draw.randrange(2)

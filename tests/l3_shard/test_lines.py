@@ -13,7 +13,7 @@ from kvcomm.machine import Effect
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import RecordState
 from l3_shard import dvv
-from l3_shard.lines import Lines, Local
+from l3_shard.lines import Lines, Local, Recent
 from l3_shard.storage import Load, Loaded, Persist, Persisted
 
 
@@ -47,7 +47,9 @@ def value(state: RecordState) -> bytes:
 
 @dataclass
 class Driver:
-    lines: Lines = field(default_factory=lambda: Lines(100, count(1)))
+    lines: Lines = field(
+        default_factory=lambda: Lines(100, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
+    )
     disk: dict[bytes, RecordState] = field(default_factory=dict)
     orders: list[Effect] = field(default_factory=list)
 
@@ -125,7 +127,7 @@ def test_a_withdrawn_change_does_not_happen_and_one_being_written_cannot_be_with
 
 
 def test_the_queue_of_a_record_is_bounded():
-    lines = Lines(2, count(1))
+    lines = Lines(2, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
     for mark in (1, 2):
         lines.change(b"k", Append(mark))
     with pytest.raises(Refused, match="busy"):
@@ -158,3 +160,44 @@ def test_the_check_notices_a_second_write_in_flight():
     driver.lines._persists[type(ticket)(99)] = (b"k",)
     with pytest.raises(AssertionError, match="two writes"):
         driver.lines.check()
+
+
+def held(bytes_max: int) -> Recent:
+    recent = Recent(bytes_max, dvv.value_bytes)
+    for key in (b"a", b"b", b"c"):
+        recent.keep(key, Local(state_of(key)))
+        recent.check()
+    return recent
+
+
+def state_of(value: bytes) -> RecordState:
+    return dvv.put(dvv.EMPTY, "replica0.1", Stamp(1), value, VersionVector()).state
+
+
+def test_recent_states_are_kept_up_to_the_bound_the_least_used_goes_first():
+    recent = held(2 * (Recent.OVERHEAD_BYTES + 1))
+    assert [key in recent for key in (b"a", b"b", b"c")] == [False, True, True]
+    assert recent.get(b"b") == Local(state_of(b"b")) and recent.get(b"a") is None
+    recent.keep(b"d", Local(state_of(b"d")))
+    assert [key in recent for key in (b"b", b"c", b"d")] == [True, False, True]
+    assert recent.take(b"b") == Local(state_of(b"b")) and recent.take(b"b") is None
+    recent.check()
+    assert not any(key in held(0) for key in (b"a", b"b", b"c"))
+
+
+def test_a_recent_record_is_read_and_changed_without_a_load():
+    lines = Lines(8, count(1), 1 << 20, empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
+    change = Append(1)
+    lines.change(b"k", change)
+    (load,) = lines.flush("replica0.1")
+    assert isinstance(load, Load) and lines.known(b"k") is None
+    lines.loaded(Loaded(load.ticket, (None,)))
+    (persist,) = lines.flush("replica0.1")
+    assert isinstance(persist, Persist) and lines.known(b"k") == dvv.EMPTY, "not durable yet"
+    lines.persisted(Persisted(persist.ticket))
+    lines.check()
+    assert lines.known(b"k") == persist.writes[0][1]
+    lines.change(b"k", Append(2))
+    (again,) = lines.flush("replica0.1")
+    assert isinstance(again, Persist) and value(again.writes[0][1]) == bytes([1, 2])
+    lines.check()

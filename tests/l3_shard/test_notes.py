@@ -22,7 +22,7 @@ def test_notes_are_one_write_and_the_next_waits_for_it():
     notes.save(b"a", b"1")
     notes.save(b"b", None)
     notes.flush(REPLICA)
-    assert desk.take() == [Persist(Ticket(1), (), REPLICA, ((b"a", b"1"), (b"b", None)))]
+    assert desk.take() == [Persist(Ticket(1), (), REPLICA, notes=((b"a", b"1"), (b"b", None)))]
     notes.save(b"a", b"2")
     notes.save(b"a", b"3")
     notes.flush(REPLICA)
@@ -30,7 +30,7 @@ def test_notes_are_one_write_and_the_next_waits_for_it():
     assert not notes.persisted(Persisted(Ticket(9)))
     assert notes.persisted(Persisted(Ticket(1)))
     notes.flush(REPLICA)
-    assert desk.take() == [Persist(Ticket(2), (), REPLICA, ((b"a", b"3"),))]
+    assert desk.take() == [Persist(Ticket(2), (), REPLICA, notes=((b"a", b"3"),))]
 
 
 def test_who_waits_hears_the_outcome_of_the_write_with_the_note():

@@ -550,6 +550,49 @@ def test_a_write_over_a_damaged_record_brings_back_what_the_others_have():
     assert again.writes[0][1] == dvv.merge(persist.writes[0][1], OTHER)
 
 
+def test_a_damaged_record_that_was_written_over_is_no_witness_until_the_others_have_told():
+    bench = Bench()
+    (load,) = bench.ask(put())
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    told_b, told_c = asks_of(effects, "b", "c")
+    bench.on(Persisted(ticket_of(persist)))
+    after, _ = persist.writes[0][1], bench.on(Answered(told_b, RecordStates([None])))
+
+    def fetched(request: int) -> Message:
+        (load,) = bench.ask(RecordFetch(1, [K]), request, tenant=NODE_TENANT)
+        (reply,) = bench.on(Loaded(ticket_of(load), (after,)))
+        assert isinstance(reply, Reply)
+        return reply.message
+
+    assert fetched(2) == RecordStates([after], degraded=True)
+    (load,) = bench.on(Answered(told_c, RecordStates([OTHER])))
+    (persist,) = bench.on(Loaded(ticket_of(load), (after,)))  # type: ignore[assignment]
+    bench.on(Persisted(ticket_of(persist)))
+    after = persist.writes[0][1]
+    assert fetched(3) == RecordStates([after])
+    assert [sibling.value for sibling in after.siblings] == [b"w", b"v"]
+
+
+def test_a_refused_write_of_a_damaged_record_writes_nothing():
+    bench = Bench("a", replicas=1, write=1)
+    (load,) = bench.ask(put(context={f"{DRAWN}.2": 7}))
+    (reply,) = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "conflict"
+
+
+def test_what_came_to_a_damaged_record_since_is_shown_and_called_degraded():
+    bench = Bench("a", replicas=1, write=1)
+    (load,) = bench.ask(put())
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    assert isinstance(persist, Persist)
+    bench.on(Persisted(ticket_of(persist)))
+    (load,) = bench.ask(RecordGet(1, [b"k"]))
+    (reply,) = bench.on(Loaded(ticket_of(load), (persist.writes[0][1],)))
+    assert reply == Reply(origin(), RecordStates([persist.writes[0][1]], degraded=True))
+
+
 def test_a_counter_that_cannot_grow_is_refused_and_does_not_end_the_shard():
     """A caller can write any context; at another replica this one counter looks as good as any."""
     bench = Bench()
@@ -712,6 +755,14 @@ def test_a_scan_goes_on_where_it_stopped_and_names_only_what_is_owned():
     assert again == Scan(ticket_of(again), TENANT, TENANT + b"x", 4)
     replies = bench.on(Scanned(ticket_of(again), (TENANT + names[1],), None))
     assert replies == [Reply(origin(), RecordKeys(names))]
+
+
+def test_a_scan_of_an_older_ring_is_answered_with_the_new_one():
+    bench = Bench()
+    bench.on(RingChanged(ring_map("abc", epoch=2)))
+    failure = bench.answer(RecordScan(b"", b"", 9, epoch=1))
+    assert isinstance(failure, Failure) and failure.code == "stale_epoch"
+    assert [type(effect) for effect in bench.ask(RecordScan(b"", b"", 9, epoch=2), request=2)] == [Scan]
 
 
 def test_a_scan_that_cannot_read_or_takes_too_long_is_unavailable():

@@ -299,7 +299,7 @@ class Broken:
     def __init__(self, error: lmdb.Error) -> None:
         self.error = error
 
-    def begin(self, write: bool = False):
+    def begin(self, write: bool = False, buffers: bool = False):
         raise self.error
 
     def sync(self, force: bool) -> None:

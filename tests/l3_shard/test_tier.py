@@ -498,6 +498,38 @@ def test_a_scan_pages_and_misses_one_shard_gladly(monkeypatch):
         shards.run(tier.record_scan(b"name/"))
 
 
+def test_a_scan_under_an_old_map_asks_the_shards_of_the_new_one():
+    """Those of the old one may own nothing of it any more, and would say so without a word of warning."""
+    shards = Shards(ring_map("abcdef", epoch=2))
+    old = ring_map("abc")
+    asked: list[tuple[str, int]] = []
+
+    def answer(node: str, message: Message) -> Message | None:
+        assert isinstance(message, RecordScan)
+        asked.append((node, message.epoch))
+        if message.epoch < 2:
+            return Failure("stale_epoch", "", encode_map(shards.ring))
+        return RecordKeys([b"name/" + node.encode()])
+
+    shards.special = answer
+    assert shards.run(shards.tier(old).record_scan(b"name/")) == [b"name/%c" % name for name in b"abcdef"]
+    assert asked[-6:] == [(node, 2) for node in "abcdef"]
+
+
+def test_one_degraded_answer_does_not_taint_the_others():
+    shards = Shards(ring_map())
+    first = {name: Ring.from_map(shards.ring).replicas(name)[0] for name in NAMES}
+
+    def answer(node: str, message: Message) -> Message | None:
+        assert isinstance(message, RecordGet)
+        return RecordStates([None] * len(message.keys), degraded=node == "a")
+
+    shards.special = answer
+    answers = shards.run(shards.tier().record_get(NAMES))
+    assert [each.degraded for each in answers] == [first[name] == "a" for name in NAMES]
+    assert {each.degraded for each in answers} == {True, False}
+
+
 def test_calls_go_where_dial_says():
     shards = Shards(ring_map("a"))
     tier = L3Tier(shards.ring, dial=lambda node: node.local_address, timeout_s=0.5)

@@ -1,0 +1,468 @@
+"""``Cluster``: the shipped shard machines and the shipped client on simulated hosts.
+
+:class:`ShardProcess` does for a machine what ``l3_shard.server``, ``l3_shard.commits`` and ``kvcomm.runtime`` do,
+without a line of asyncio: one event at a time, one commit at a time with everything that waits for it, timers,
+replies by connection, peers.  :class:`ClientProcess` runs the steps of ``kvcomm.stateplane.StatePlane`` over
+``l3_shard.tier.L3Tier``.  What is put together comes from :class:`Parts`, so that a test can put a broken part in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcomm.block import Incarnation
+from kvcomm.chaos.disk import Disk, Fsync
+from kvcomm.chaos.driver import Done, run_steps
+from kvcomm.chaos.history import Happened, History
+from kvcomm.chaos.network import Network, Peers, Reply
+from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.watch import Violation, Watch
+from kvcomm.chaos.world import Host, Timer, World
+from kvcomm.credentials import NODE_TENANT, Credentials
+from kvcomm.machine import (
+    Answered,
+    AskPeer,
+    Closed,
+    ConnectionId,
+    Effect,
+    Event,
+    Origin,
+    Received,
+    Stop,
+    Tick,
+)
+from kvcomm.machine import Reply as ReplyEffect
+from kvcomm.metrics import Metrics
+from kvcomm.rpc.session import Identity
+from kvcomm.stateplane import StatePlane
+from kvcomm.steps import Ask, Steps
+from kvcomm.tally import Tally
+from kvcomm.tier import RecordAnswer, Records
+from kvcomm.wire.messages import Failure, Message, RecordVersion, RecordWrite, RingMap, RingNode
+
+if TYPE_CHECKING:
+    from kvcomm.chaos.draw import Draw
+    from l3_shard.shard import Shard
+    from l3_shard.storage import Load, Persist, Scan
+    from l3_shard.tier import L3Tier
+
+CLIENT_TENANT = "sim"
+RESTART_S = (0.05, 2.0)
+"""A shard that died by itself comes back after so long."""
+ANSWER_SLACK_S = 0.05
+"""Over a shard's own time-out, for an answer that is due."""
+
+
+def shipped_shard(
+    node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan
+) -> Shard:
+    from l3_shard.desk import ShardLimits
+    from l3_shard.shard import Shard
+
+    limits = ShardLimits(request_timeout_s=plan.request_timeout_s)
+    return Shard(node, replica, ring_map, node_tenant=tenant, origin_ms=origin_ms, limits=limits)
+
+
+def shipped_tier(ring_map: RingMap, timeout_s: float, clock: Callable[[], float]) -> L3Tier:
+    from l3_shard.tier import L3Tier
+
+    return L3Tier(ring_map, timeout_s=timeout_s, clock=clock)
+
+
+def shipped_disk(draw: Draw, fsync: Fsync, new_replica: Callable[[], str], disk: type[Disk] = Disk) -> Disk:
+    import msgspec
+
+    from kvcomm.errors import Corrupt
+    from l3_shard.replica import later
+    from l3_shard.store import decode_value, encode_value
+
+    return disk(
+        draw,
+        fsync,
+        encode=encode_value,
+        decode=decode_value,
+        damage=(Corrupt, msgspec.DecodeError),
+        later=later,
+        new_replica=new_replica,
+    )
+
+
+def shipped_process(cluster: Cluster, host: Host) -> ShardProcess:
+    return ShardProcess(cluster, host)
+
+
+def run_once(
+    cluster: Cluster, client: ClientProcess, steps: Callable[[], Steps[object]], done: Done[object]
+) -> None:
+    """How a client runs an operation: once."""
+    run_steps(steps(), client.peers, client.host.clock() + cluster.plan.operation_timeout_s, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a cluster is made of."""
+
+    shard: Callable[[str, str, RingMap, bytes, int, Plan], Shard] = shipped_shard
+    tier: Callable[[RingMap, float, Callable[[], float]], L3Tier] = shipped_tier
+    disk: Callable[[Draw, Fsync, Callable[[], str]], Disk] = shipped_disk
+    process: Callable[[Cluster, Host], ShardProcess] = shipped_process
+    run: Callable[[Cluster, ClientProcess, Callable[[], Steps[object]], Done[object]], None] = run_once
+
+
+class Cluster:
+    """One simulated cluster, running."""
+
+    def __init__(self, plan: Plan, parts: Parts | None = None) -> None:
+        self.plan = plan
+        self.parts = parts or Parts()
+        self.world = World(plan.seed)
+        self.draw = self.world.draw.fork("cluster")
+        self.history = History()
+        self.credentials = Credentials(bytes(range(32)))
+        self.network = Network(self.world, plan.weather, self.credentials)
+        self.names = [f"shard{index}" for index in range(plan.shards)]
+        self.map = self.make_map(1, self.names)
+        self._replica_count = 0
+        self.disks = {
+            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self._new_replica)
+            for name in self.names
+        }
+        self.watch = Watch(self.disks, plan.write_need, lambda: self.world.now)
+        self.broken: set[str] = set()
+        """Nodes that stay down."""
+        self.calm = False
+        """Nobody dies at a bad moment any more."""
+        for name in self.names:
+            self.disks[name].heard = partial(self.watch.written, name)
+            self._make_host(name)
+            self.start(name)
+        self.clients: list[ClientProcess] = []
+        for index in range(plan.clients):
+            host = self._make_host(f"client{index}")
+            host.start(lambda host, index=index: self._client(host, index))
+
+    def client_names(self) -> list[str]:
+        return [client.host.name for client in self.clients]
+
+    @property
+    def violations(self) -> list[Violation]:
+        return self.watch.violations
+
+    def note(self, what: str) -> None:
+        self.history.add(Happened(round(self.world.now, 6), what))
+
+    # -- nodes
+
+    def host(self, name: str) -> Host:
+        return self.world.hosts[name]
+
+    def shard(self, name: str) -> ShardProcess | None:
+        process = self.host(name).process
+        return process if isinstance(process, ShardProcess) else None
+
+    def start(self, name: str) -> None:
+        """Start a shard that is down; it hears of the ring a moment later."""
+        host = self.host(name)
+        if host.running or name in self.broken:
+            return
+        host.start(lambda host: self.parts.process(self, host))
+        self.hand_out(name)
+
+    def kill(self, name: str, restart_after_s: float | None = None) -> None:
+        """As ``kill -9``; comes back by itself after ``restart_after_s``."""
+        self.host(name).kill()
+        if restart_after_s is not None:
+            self.world.after(restart_after_s, lambda: self.start(name))
+
+    def restart_s(self) -> float:
+        return self.draw.uniform(*RESTART_S)
+
+    # -- the ring
+
+    def make_map(self, epoch: int, names: list[str]) -> RingMap:
+        plan = self.plan
+        shards = [RingNode(name, f"tcp://{name}:1", "", "", f"rack-{name}", 1) for name in names]
+        return RingMap(epoch, plan.replicas, plan.write_quorum, plan.read_quorum, 1, shards, [])
+
+    def next_epoch(self, names: list[str]) -> None:
+        """Make a new map, and hand it to every node, one after the other."""
+        self.map = self.make_map(self.map.epoch + 1, names)
+        for name in self.names:
+            self.hand_out(name)
+
+    def hand_out(self, name: str) -> None:
+        """The controller's word reaches a node after a while, if it is up."""
+        delay_s = self.draw.uniform(0.0, 0.3)
+        self.world.after(delay_s, lambda: self._offer(name))
+
+    def _offer(self, name: str) -> None:
+        from l3_shard.shard import RingChanged
+
+        shard = self.shard(name)
+        if shard is not None:
+            ring_map = self.map
+            shard.host.soon(lambda: shard.deliver(RingChanged(ring_map)))
+
+    # -- making
+
+    def _make_host(self, name: str) -> Host:
+        origin_s = float(self.draw.between(0, 100_000))
+        return self.world.host(name, origin_s=origin_s, skew_ms=self.draw.between(-500, 500))
+
+    def _client(self, host: Host, index: int) -> ClientProcess:
+        client = ClientProcess(self, host, index)
+        self.clients.append(client)
+        return client
+
+    def _new_replica(self) -> str:
+        from l3_shard.replica import first_replica
+
+        self._replica_count += 1
+        return first_replica(f"replica{self._replica_count:03}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request that is being worked on."""
+
+    message: Message
+    epoch: int
+    """Of the shard, when it came."""
+    since: float
+    pause_count: int
+    reply: Reply
+
+
+class ShardProcess:
+    """One life of a shard."""
+
+    def __init__(self, cluster: Cluster, host: Host) -> None:
+        from l3_shard.ring import NO_RING
+
+        self.cluster, self.host = cluster, host
+        self.disk = cluster.disks[host.name]
+        self.draw = cluster.draw
+        node_tenant = cluster.credentials.tenant_digest(NODE_TENANT)
+        self.machine = cluster.parts.shard(
+            host.name, self.disk.replica, NO_RING, node_tenant, host.wall_origin_ms(), cluster.plan
+        )
+        identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))
+        self._peers = Peers(cluster.network, host, identity)
+        self._events: deque[Event] = deque()
+        self._draining = False
+        self._dying = False
+        self._requests: dict[tuple[ConnectionId, int], _Open] = {}
+        self._waiting: list[Persist] = []
+        self._committing = False
+        self._timer: Timer | None = None
+        self._timer_at: float | None = None
+        cluster.network.listen(host, self)
+        host.after(cluster.plan.wall_interval_s, self._follow_wall)
+
+    # -- kvcomm.chaos.network.Server, kvcomm.chaos.world.Process
+
+    def received(self, origin: Origin, message: Message, reply: Reply) -> None:
+        self._requests[origin.connection, origin.request] = _Open(
+            message, self.machine.ring.epoch, self.cluster.world.now, self.host.pause_count, reply
+        )
+        self.deliver(Received(origin, message))
+
+    def closed(self, connection: ConnectionId) -> None:
+        for known in [known for known in self._requests if known[0] == connection]:
+            del self._requests[known]
+        self.deliver(Closed(connection))
+
+    def killed(self) -> None:
+        self.disk.crashed()
+        self.cluster.network.host_ended(self.host)
+
+    # -- kvcomm.runtime
+
+    def deliver(self, event: Event) -> None:
+        """One event at a time; those that an effect causes wait for their turn."""
+        self._events.append(event)
+        if self._draining:
+            return
+        self._draining = True
+        while self._events and self.host.process is self:
+            for effect in self.machine.handle(self._events.popleft(), self.host.clock()):
+                if self.host.process is self:
+                    self._carry_out(effect)
+            self.machine.check()
+        self._draining = False
+        if self.host.process is self:
+            self._arm()
+
+    def check_answers(self) -> None:
+        """Whoever asked and is still there has been answered, or has not waited long."""
+        for request in self._requests.values():
+            self._check_age(request)
+
+    def _check_age(self, request: _Open) -> None:
+        """A paused process cannot keep its time."""
+        age_s = self.cluster.world.now - request.since
+        late = age_s > self.cluster.plan.request_timeout_s + ANSWER_SLACK_S
+        if late and request.pause_count == self.host.pause_count:
+            self.cluster.watch.unanswered(self.host.name, request.message, age_s)
+
+    def _carry_out(self, effect: Effect) -> None:
+        from l3_shard.storage import Load, Persist, Scan
+
+        match effect:
+            case ReplyEffect():
+                self._reply(effect.origin, effect.message)
+            case AskPeer():
+                self._ask(effect)
+                self._perhaps_die()
+            case Stop():
+                self.cluster.note(f"{self.host.name} stops: {effect.reason}")
+                self.cluster.kill(self.host.name, self.cluster.restart_s())
+            case Load():
+                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._load(effect))
+            case Scan():
+                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
+            case Persist():
+                self._persist(effect)
+                self._perhaps_die()
+            case _:
+                raise AssertionError(f"nobody performs {effect}")
+
+    def _reply(self, origin: Origin, message: Message) -> None:
+        known = self._requests.pop((origin.connection, origin.request), None)
+        if known is None:
+            return  # its connection has ended
+        self._check_age(known)
+        self.cluster.watch.answered(self.host.name, origin.tenant, known.message, known.epoch, message)
+        known.reply(message)
+        self._perhaps_die()
+
+    def _ask(self, effect: AskPeer) -> None:
+        try:
+            address = self.machine.ring.shard(effect.node).address
+        except KeyError:
+            failure = Failure("unavailable", f"no address of {effect.node}")
+            self.deliver(Answered(effect.ticket, failure))
+            return
+        self._peers.start(
+            [Ask(address, effect.message)],
+            effect.deadline,
+            lambda answer: self.deliver(Answered(effect.ticket, answer.message)),
+        )
+
+    def _arm(self) -> None:
+        deadline = self.machine.deadline()
+        if deadline == self._timer_at and (deadline is None) == (self._timer is None):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = deadline
+        if deadline is not None:
+            self._timer = self.host.after(max(1e-6, deadline - self.host.clock()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_at = None
+        self.deliver(Tick())
+
+    def _follow_wall(self) -> None:
+        from l3_shard.shard import WallAdjusted
+
+        self.deliver(WallAdjusted(self.host.wall_origin_ms()))
+        self.host.after(self.cluster.plan.wall_interval_s, self._follow_wall)
+
+    def _perhaps_die(self) -> None:
+        """The worst moments, often: right after something was said or ordered."""
+        if not self._dying and not self.cluster.calm and self.draw.chance(self.cluster.plan.fragile):
+            self._dying = True
+            self.host.soon(self._die)
+
+    def _die(self) -> None:
+        self.cluster.note(f"{self.host.name} dies at a bad moment")
+        self.cluster.kill(self.host.name, self.cluster.restart_s())
+
+    # -- l3_shard.commits
+
+    def _after_disk(self, delay_s: tuple[float, float], action: Callable[[], None]) -> None:
+        stall_s = max(0.0, self.disk.stalled_until - self.cluster.world.now)
+        self.host.after(stall_s + self.draw.uniform(*delay_s), action)
+
+    def _load(self, load: Load) -> None:
+        from l3_shard.storage import Loaded
+
+        states, damaged = self.disk.load(load.keys)
+        self.deliver(Loaded(load.ticket, states, damaged))
+
+    def _scan(self, scan: Scan) -> None:
+        from l3_shard.storage import Scanned
+
+        keys, resume = self.disk.scan(scan.prefix, scan.after, scan.limit)
+        self.deliver(Scanned(scan.ticket, keys, resume))
+
+    def _persist(self, persist: Persist) -> None:
+        self._waiting.append(persist)
+        if not self._committing:
+            self._committing = True
+            self.host.soon(self._commit)
+
+    def _commit(self) -> None:
+        """Everything that waits goes into one transaction; under ``always`` it takes a while."""
+        batch, self._waiting = self._waiting, []
+        self.disk.begin([(persist.writes, persist.replica) for persist in batch])
+        if self.disk.fsync == "always":
+            self._after_disk(self.cluster.plan.commit_s, lambda: self._committed(batch))
+        else:
+            self._committed(batch)
+
+    def _committed(self, batch: list[Persist]) -> None:
+        from l3_shard.storage import Persisted
+
+        for persist, outcome in zip(batch, self.disk.commit(), strict=True):
+            if self.host.process is self:
+                self.deliver(Persisted(persist.ticket, outcome, outcome if outcome != "durable" else ""))
+        if self.host.process is not self:
+            return
+        if self._waiting:
+            self.host.soon(self._commit)
+        else:
+            self._committing = False
+
+
+class Witness:
+    """``Records`` that remember what the last put answered: the plane keeps the dots to itself."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self.versions: list[RecordVersion] = []
+
+    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys)
+
+    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+        self.versions = yield from self._records.record_put(writes)
+        return self.versions
+
+    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
+        return self._records.record_scan(prefix)
+
+
+class ClientProcess:
+    """One client; its operations are a workload's."""
+
+    def __init__(self, cluster: Cluster, host: Host, index: int) -> None:
+        self.cluster, self.host = cluster, host
+        self.draw = cluster.world.draw.fork(host.name)
+        identity = Identity(cluster.credentials.token(CLIENT_TENANT), Incarnation(1_000 + index))
+        self.peers = Peers(cluster.network, host, identity)
+        self.records = Witness(cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock))
+        self.plane = StatePlane(self.records, Tally(Metrics("client"), host.clock))
+
+    def killed(self) -> None:
+        self.cluster.network.host_ended(self.host)
+
+    def run(self, steps: Callable[[], Steps[object]], done: Done[object]) -> None:
+        """Run an operation under the plan's time-out."""
+        self.cluster.parts.run(self.cluster, self, steps, done)

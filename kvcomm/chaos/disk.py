@@ -1,0 +1,196 @@
+"""``Disk``: what a shard's record store keeps, and what a crash, a full or a failing disk makes of it.
+
+It mirrors the contract of ``l3_shard.store``, byte for byte where it can be seen: values are stored as the store
+encodes them (the codec comes by constructor), a transaction is all or nothing, and
+
+* policy ``always``: a commit takes time and is durable when it ends.  One that was under way at a crash happened
+  or did not, as a whole;
+* policies ``interval`` and ``never``: a commit survives ``kill -9`` at once.  A power cut costs the database: it
+  is set aside, and the shard starts empty under a new replica id;
+* no room: nothing of that transaction was written; a failed sync: nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from kvcomm.chaos.draw import Draw
+from kvcomm.wire.messages import RecordState
+
+Fsync = Literal["always", "interval", "never"]
+Outcome = Literal["durable", "full", "failed"]
+Writes = Sequence[tuple[bytes, RecordState]]
+
+_ALIVE_AT = 1
+"""Byte of a stored value that says whether a reader finds a value in it; 0 = a tombstone."""
+
+
+class Disk:
+    """One shard's database.
+
+    Args:
+        encode: (key, state) -> stored bytes; ``decode`` is its inverse and raises for damaged ones.
+        damage: the errors that ``decode`` raises.
+        later: of two replica ids the one that was drawn later.
+        new_replica: draws a replica id that nobody has.
+    """
+
+    def __init__(
+        self,
+        draw: Draw,
+        fsync: Fsync,
+        *,
+        encode: Callable[[bytes, RecordState], bytes],
+        decode: Callable[[bytes, bytes], RecordState],
+        damage: tuple[type[Exception], ...],
+        later: Callable[[str, str], str],
+        new_replica: Callable[[], str],
+    ) -> None:
+        self.fsync: Fsync = fsync
+        self.replica = new_replica()
+        self.values: dict[bytes, bytes] = {}
+        self.room_bytes: int | None = None
+        """Bytes that can still be written; ``None`` = as many as one likes."""
+        self.failing = False
+        """Whether the next sync fails."""
+        self.stalled_until = 0.0
+        """What is asked of it takes until then (seconds of the simulation)."""
+        self.heard: Callable[[bytes, RecordState], None] = _nobody
+        """Hears of every record that is written."""
+        self._draw = draw
+        self._encode, self._decode, self._damage = encode, decode, damage
+        self._later, self._new_replica = later, new_replica
+        self._under_way: list[tuple[Writes, str]] = []
+        self._retired: list[tuple[bytes, bytes]] = []
+
+    # -- what the process does
+
+    def load(self, keys: Sequence[bytes]) -> tuple[tuple[RecordState | None, ...], tuple[bytes, ...]]:
+        """(states in the order of ``keys``, keys whose bytes failed verification)."""
+        states: list[RecordState | None] = []
+        damaged: list[bytes] = []
+        for key in keys:
+            value = self.values.get(key)
+            try:
+                states.append(None if value is None else self._decode(key, value))
+            except self._damage:
+                states.append(None)
+                damaged.append(key)
+        return tuple(states), tuple(damaged)
+
+    def scan(self, prefix: bytes, after: bytes, limit: int) -> tuple[tuple[bytes, ...], bytes | None]:
+        """Living keys in order, and where to go on.  Looks at few of them: scans must be able to resume."""
+        looked = [key for key in sorted(self.values) if key.startswith(prefix) and key > after]
+        part = looked[: max(2, limit // 2)]
+        keys = tuple(key for key in part if self.values[key][_ALIVE_AT : _ALIVE_AT + 1] != b"\x00")[:limit]
+        if len(keys) == limit and keys[-1] != part[-1]:
+            return keys, keys[-1]
+        return keys, part[-1] if len(part) < len(looked) else None
+
+    def begin(self, batch: Sequence[tuple[Writes, str]]) -> None:
+        """A transaction with everything in ``batch`` is under way; :meth:`commit` ends it."""
+        self._under_way = list(batch)
+
+    def commit(self) -> list[Outcome]:
+        """End the transaction: what became of each part of the batch."""
+        batch, self._under_way = self._under_way, []
+        if self.failing:
+            self.failing = False
+            if self._draw.chance(0.5):
+                self._write(batch)
+            return ["failed"] * len(batch)
+        if self._fits(batch):
+            self._write(batch)
+            return ["durable"] * len(batch)
+        return self.commit_singly(batch)
+
+    def commit_singly(self, batch: Sequence[tuple[Writes, str]]) -> list[Outcome]:
+        """There is no room for all: what there is room for, one after the other."""
+        outcomes: list[Outcome] = []
+        for part in batch:
+            if self._fits([part]):
+                self._write([part])
+                outcomes.append("durable")
+            else:
+                outcomes.append("full")
+        return outcomes
+
+    # -- what happens to it
+
+    def crashed(self) -> None:
+        """The process was killed."""
+        batch, self._under_way = self._under_way, []
+        if self._fits(batch) and self._draw.chance(0.5):
+            self._write(batch)
+
+    def power_cut(self) -> bool:
+        """The machine lost power; whether the records are lost."""
+        self.crashed()
+        if self.fsync == "always":
+            return False
+        self.lose()
+        return True
+
+    def lose(self) -> None:
+        """A new, empty disk; what was on the old one was durable when it was acknowledged."""
+        self._under_way = []
+        self._retired += self.values.items()
+        self.values = {}
+        self.replica = self._new_replica()
+
+    def flip_bit(self) -> bytes | None:
+        """Damage one record, and say which; ``None`` = there are none."""
+        if not self.values:
+            return None
+        key = self._draw.choice(sorted(self.values))
+        value = bytearray(self.values[key])
+        self._retired.append((key, bytes(value)))
+        bit = self._draw.between(8 * 8, 8 * len(value) - 1)
+        value[bit // 8] ^= 1 << bit % 8
+        self.values[key] = bytes(value)
+        return key
+
+    # -- for checkers
+
+    def states(self) -> dict[bytes, RecordState]:
+        """Every record that can be read."""
+        keys = sorted(self.values)
+        found, damaged = self.load(keys)
+        return {
+            key: state
+            for key, state in zip(keys, found, strict=True)
+            if state is not None and key not in damaged
+        }
+
+    def held(self, key: bytes) -> list[RecordState]:
+        """What this disk has of a record, and what it had before it was lost or damaged."""
+        values = [value for stored, value in self._retired if stored == key]
+        values += [self.values[key]] if key in self.values else []
+        states: list[RecordState] = []
+        for value in values:
+            try:
+                states.append(self._decode(key, value))
+            except self._damage:
+                continue  # its bytes before the damage are among the retired ones
+        return states
+
+    def _fits(self, batch: Sequence[tuple[Writes, str]]) -> bool:
+        if self.room_bytes is None:
+            return True
+        size = sum(len(self._encode(key, state)) for writes, _ in batch for key, state in writes)
+        return size <= self.room_bytes
+
+    def _write(self, batch: Sequence[tuple[Writes, str]]) -> None:
+        for writes, replica in batch:
+            for key, state in writes:
+                value = self._encode(key, state)
+                self.values[key] = value
+                self.heard(key, state)
+                if self.room_bytes is not None:
+                    self.room_bytes -= len(value)
+            self.replica = self._later(self.replica, replica)
+
+
+def _nobody(key: bytes, state: RecordState) -> None:
+    """Listens."""

@@ -1,0 +1,135 @@
+"""``History``: what the clients of a simulation did and saw, as JSON lines that another checker can judge too.
+
+Times are seconds of the simulation, which no client knows.  An operation has one ``Invoked`` and, when it came
+back, one ``Returned``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
+from kvcomm.wire.messages import Dots
+
+Outcome = Literal["ok", "refused", "unknown"]
+"""Done; not done and that is true; may have been done."""
+
+
+class Write(msgspec.Struct, frozen=True):
+    """One record of a put.  Values are unique; ``None`` deletes."""
+
+    key: str
+    value: str | None
+    blind: bool = False
+    """Whether it was sent without a context."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What a put answered for one record."""
+
+    replica: str
+    counter: int
+    context: Dots
+    acks: int
+    own: bool = False
+    """Whether the next put names this write by its dot, beside the context."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a get answered for one record."""
+
+    values: list[str]
+    context: Dots
+    degraded: bool
+
+
+class Began(msgspec.Struct, frozen=True, tag="began", tag_field="event"):
+    """The first line: the world that the seed drew."""
+
+    plan: dict[str, object]
+
+
+class Invoked(msgspec.Struct, frozen=True, tag="invoked", tag_field="event"):
+    at: float
+    client: str
+    operation: int
+    kind: str
+    keys: list[str]
+    writes: list[Write] = []
+    """Of a put; empty for a get."""
+
+
+class Returned(msgspec.Struct, frozen=True, tag="returned", tag_field="event"):
+    at: float
+    client: str
+    operation: int
+    outcome: Outcome
+    error: str = ""
+    """Code and text of what was raised."""
+    stored: list[Stored] = []
+    seen: list[Seen] = []
+
+
+class Happened(msgspec.Struct, frozen=True, tag="happened", tag_field="event"):
+    """A fault, or what the nemesis did about it."""
+
+    at: float
+    what: str
+
+
+Line = Began | Invoked | Returned | Happened
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An invocation with its return, if there is one."""
+
+    invoked: Invoked
+    returned: Returned | None
+
+    @property
+    def outcome(self) -> Outcome:
+        """An operation that never came back may have been done."""
+        return "unknown" if self.returned is None else self.returned.outcome
+
+
+class History:
+    """Lines in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+
+    def add(self, line: Line) -> None:
+        self.lines.append(line)
+
+    def operations(self) -> list[Operation]:
+        """In the order in which they were invoked."""
+        returned = {line.operation: line for line in self.lines if isinstance(line, Returned)}
+        return [
+            Operation(line, returned.get(line.operation)) for line in self.lines if isinstance(line, Invoked)
+        ]
+
+    def encoded(self) -> bytes:
+        """JSON lines; equal histories are equal bytes."""
+        return b"".join(self._encode())
+
+    def _encode(self) -> Iterator[bytes]:
+        for line in self.lines:
+            yield _encoder.encode(line) + b"\n"
+
+
+def outcome_of(error: KVCommError, write_count: int) -> Outcome:
+    """What an error promises.
+
+    ``OutcomeUnknown`` promises nothing, ``Unavailable`` that nothing was done.  Any other says that of the write that
+    it was raised for: a batch is not atomic, and others of it may have been done.
+    """
+    if isinstance(error, OutcomeUnknown) or (write_count > 1 and not isinstance(error, Unavailable)):
+        return "unknown"
+    return "refused"

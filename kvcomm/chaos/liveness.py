@@ -1,0 +1,76 @@
+"""``Core``: a part of the cluster is healed for good, the rest is broken for good; then operations must succeed.
+
+The core is as small as the quorums allow: every record keeps enough owners in it for a write quorum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcomm.chaos.history import History, Operation
+from kvcomm.chaos.network import halves
+from kvcomm.chaos.watch import Violation
+from kvcomm.errors import Conflict
+
+if TYPE_CHECKING:
+    from kvcomm.chaos.cluster import Cluster
+    from kvcomm.chaos.nemesis import Nemesis
+
+GRACE_S = 3.0
+"""After the healing: restarts, reconnections and the time-outs of what was begun before."""
+WINDOW_S = 5.0
+"""Every client has a put and a get done in every window of so long, if it tried some."""
+TRIED_MIN = 3
+
+
+class Core:
+    """Settles ``cluster`` when told to."""
+
+    def __init__(self, cluster: Cluster, nemesis: Nemesis) -> None:
+        self._cluster, self._nemesis = cluster, nemesis
+        self.healthy_from_s = 0.0
+
+    def settle(self) -> None:
+        cluster, draw = self._cluster, self._nemesis.draw
+        plan = cluster.plan
+        self._nemesis.heal()
+        broken = draw.some(cluster.names, draw.between(0, plan.copies - plan.write_need))
+        core = [name for name in cluster.names if name not in broken]
+        for name in broken:
+            if draw.chance(0.4):
+                cluster.broken.add(name)
+                cluster.kill(name)
+            elif draw.chance(0.5):
+                cluster.host(name).pause()
+            else:
+                cluster.network.cuts |= halves([name], [*core, *cluster.client_names()])
+        self.healthy_from_s = cluster.world.now + GRACE_S
+        cluster.note(f"the core is {core}, {broken} are broken for good")
+
+
+def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
+    """Windows of a client in which it tried to write (or read) and never could."""
+    tried: dict[tuple[str, bool, int], int] = {}
+    done: dict[tuple[str, bool, int], int] = {}
+    for operation in history.operations():
+        invoked = operation.invoked
+        if invoked.at < healthy_from_s:
+            continue
+        window = (invoked.client, bool(invoked.writes), int((invoked.at - healthy_from_s) / WINDOW_S))
+        tried[window] = tried.get(window, 0) + 1
+        done[window] = done.get(window, 0) + _answered(operation)
+    found: list[Violation] = []
+    for window in sorted(tried):
+        client, writes, number = window
+        if tried[window] >= TRIED_MIN and not done[window]:
+            what = f"{tried[window]} {'puts' if writes else 'gets'}"
+            since_s = healthy_from_s + number * WINDOW_S
+            found.append(Violation("progress", f"{client} tried {what} from {since_s:.1f} on, none done"))
+    return found
+
+
+def _answered(operation: Operation) -> bool:
+    """Done, or the record had no room for one more sibling: an answer, and not the cluster's fault."""
+    if operation.outcome == "ok":
+        return True
+    return operation.returned is not None and operation.returned.error.startswith(Conflict.code)

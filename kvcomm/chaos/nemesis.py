@@ -1,0 +1,291 @@
+"""``Nemesis``: breaks a cluster, one drawn fault after the other, and mends what it broke.
+
+Faults overlap: each ends by itself after a drawn time, while others begin.  What can cost acknowledged data by
+contract (a disk, a record, a power cut without fsync) is limited by the plan's ``losses``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
+
+if TYPE_CHECKING:
+    from kvcomm.chaos.cluster import Cluster
+
+
+class Nemesis:
+    """Works on ``cluster`` from now until the plan says that it is enough."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.plan = cluster, cluster.plan
+        self.draw = cluster.world.draw.fork("nemesis")
+        self.losses_left = self.plan.losses
+        self.intact = True
+        """Nothing happened that costs a replica its state or its place."""
+        self._over = False
+        self._cuts: list[set[Cut]] = []
+
+    def begin(self) -> None:
+        if self.plan.faults:
+            self._wait()
+
+    def heal(self) -> None:
+        """Mend everything, for good."""
+        self._over = self.cluster.calm = True
+        self._cuts.clear()
+        self._recut()
+        network = self.cluster.network
+        network.slow.clear()
+        network.weather = replace(network.weather, loss=0.0, double=0.0, tail=0.0)
+        for name in self.cluster.names:
+            disk = self.cluster.disks[name]
+            disk.room_bytes, disk.failing, disk.stalled_until = None, False, 0.0
+            if self.cluster.host(name).paused:
+                self.cluster.host(name).resume()
+            self.cluster.start(name)
+        if len(self.cluster.map.shards) != len(self.cluster.names):
+            self.cluster.next_epoch(self.cluster.names)
+
+    def strike(self, fault: str) -> None:
+        """Do one thing now."""
+        self.cluster.note(f"{fault}: {getattr(self, '_' + fault)()}")
+
+    # -- the pace
+
+    def _wait(self) -> None:
+        delay_s = self.draw.uniform(0.0, 2 * self.plan.fault_every_s)
+        self.cluster.world.after(delay_s, self._act)
+
+    def _act(self) -> None:
+        if not self._over and self.cluster.world.now < self.plan.active_s:
+            self.strike(self.draw.choice(self.plan.faults))
+            self._wait()
+
+    def _later(self, undo: Callable[[], None]) -> None:
+        def run() -> None:
+            if not self._over:
+                undo()
+
+        self.cluster.world.after(self.draw.uniform(0.05, self.plan.fault_for_s), run)
+
+    def _some_node(self) -> str:
+        return self.draw.choice(self.cluster.names)
+
+    # -- the network
+
+    def _cut(self, cut: set[Cut]) -> None:
+        self._cuts.append(cut)
+        self._recut()
+
+    def _mend(self, cut: set[Cut]) -> None:
+        if cut in self._cuts:
+            self._cuts.remove(cut)
+        self._recut()
+
+    def _recut(self) -> None:
+        self.cluster.network.cuts = set().union(*self._cuts)
+
+    def _cut_for_a_while(self, cut: set[Cut]) -> None:
+        self._cut(cut)
+        self._later(lambda: self._mend(cut))
+
+    def _sides(self) -> tuple[list[str], list[str]]:
+        """The nodes in two parts, and each client on one of them."""
+        names = self.draw.some(self.cluster.names, len(self.cluster.names))
+        at = self.draw.between(0, len(names))
+        one, other = names[:at], names[at:]
+        for client in self.cluster.client_names():
+            (one if self.draw.chance(0.5) else other).append(client)
+        return one, other
+
+    def _halves(self) -> str:
+        one, other = self._sides()
+        self._cut_for_a_while(halves(one, other))
+        return f"{one} | {other}"
+
+    def _bridge(self) -> str:
+        names = self.draw.some(self.cluster.names, len(self.cluster.names))
+        self._cut_for_a_while(bridge(names))
+        return f"{names}"
+
+    def _ring(self) -> str:
+        names = self.draw.some(self.cluster.names, len(self.cluster.names))
+        self._cut_for_a_while(ring(names))
+        return f"{names}"
+
+    def _isolate(self) -> str:
+        name = self._some_node()
+        everybody = self.cluster.names + (self.cluster.client_names() if self.draw.chance(0.5) else [])
+        self._cut_for_a_while(isolate(name, everybody))
+        return name
+
+    def _one_way(self) -> str:
+        source, target = (self.draw.some(self.cluster.names, 2) * 2)[:2]
+        self._cut_for_a_while(one_way(source, target))
+        return f"{source} to {target}"
+
+    def _alone(self) -> str:
+        self._cut_for_a_while(everybody_alone(self.cluster.names))
+        return "everybody"
+
+    def _client_cut(self) -> str:
+        client, name = self.draw.choice(self.cluster.client_names()), self._some_node()
+        pair = [(client, name), (name, client)]
+        self._cut_for_a_while(one_way(*self.draw.choice(pair)) if self.draw.chance(0.5) else set(pair))
+        return f"{client} and {name}"
+
+    def _flapping(self) -> str:
+        source, target = (self.draw.some(self.cluster.names, 2) * 2)[:2]
+        cut, times = halves([source], [target]), self.draw.between(2, 8)
+
+        def flap(left: int) -> None:
+            self._mend(cut)
+            if left and not self._over:
+                if left % 2:
+                    self._cut(cut)
+                self.cluster.world.after(self.draw.uniform(0.1, 0.5), lambda: flap(left - 1))
+
+        flap(2 * times - 1)
+        return f"{source} and {target}, {times} times"
+
+    def _swizzle(self) -> str:
+        """Cut off a random part one by one, and let it back in another order."""
+        names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
+        cuts = {name: isolate(name, self.cluster.names) for name in names}
+        at = 0.0
+        for name in names:
+            at += self.draw.uniform(0.0, 0.5)
+            self.cluster.world.after(at, self._unless_over(lambda name=name: self._cut(cuts[name])))
+        for name in self.draw.some(names, len(names)):
+            at += self.draw.uniform(0.0, 0.5)
+            self.cluster.world.after(at, lambda name=name: self._mend(cuts[name]))
+        return f"{names}"
+
+    def _unless_over(self, action: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            if not self._over:
+                action()
+
+        return run
+
+    def _reset(self) -> str:
+        one = self._some_node()
+        two = self.draw.choice(self.cluster.names + self.cluster.client_names())
+        self.cluster.network.reset(one, two)
+        return f"{one} and {two}"
+
+    def _slow(self) -> str:
+        name = self._some_node()
+        self.cluster.network.slow[name] = self.draw.uniform(0.01, 0.4)
+        self._later(lambda: self.cluster.network.slow.pop(name, None) and None)
+        return name
+
+    # -- hosts
+
+    def _kill(self) -> str:
+        name = self._some_node()
+        self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return name
+
+    def _kill_all(self) -> str:
+        for name in self.cluster.names:
+            self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return "everybody"
+
+    def _power_cut(self) -> str:
+        """One machine, and where nothing can be lost by it, all of them."""
+        if self.plan.fsync == "always":
+            names = self.cluster.names if self.draw.chance(0.3) else [self._some_node()]
+        elif self._may_lose():
+            names = [self._some_node()]
+        else:
+            return "nobody"
+        for name in names:
+            self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+            self.cluster.disks[name].power_cut()
+        return f"{names}"
+
+    def _pause(self) -> str:
+        name = self._some_node()
+        host = self.cluster.host(name)
+        host.pause()
+        self._later(host.resume)
+        return name
+
+    def _wall_jump(self) -> str:
+        name = self._some_node()
+        jump_ms = self.draw.between(-300_000, 300_000)
+        self.cluster.host(name).skew_ms += jump_ms
+        return f"{name} by {jump_ms} ms"
+
+    # -- disks
+
+    def _may_lose(self) -> bool:
+        if not self.losses_left:
+            return False
+        self.losses_left -= 1
+        self.intact = False
+        return True
+
+    def _lose_disk(self) -> str:
+        if not self._may_lose():
+            return "nobody"
+        name = self._some_node()
+        self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        self.cluster.disks[name].lose()
+        return name
+
+    def _bit_flip(self) -> str:
+        names = [name for name in self.cluster.names if self.cluster.disks[name].values]
+        if not names or not self._may_lose():
+            return "nobody"
+        name, count = self.draw.choice(names), self.draw.between(1, 8)
+        keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
+        return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
+
+    def _disk_full(self) -> str:
+        """On one node, on some, or on all."""
+        names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
+        disks = [self.cluster.disks[name] for name in names]
+        for disk in disks:
+            disk.room_bytes = self.draw.between(0, 3_000)
+
+        def free() -> None:
+            for disk in disks:
+                disk.room_bytes = None
+
+        self._later(free)
+        return f"{names}"
+
+    def _disk_stall(self) -> str:
+        """Whatever is asked of the disk takes until the stall is over."""
+        name = self._some_node()
+        stall_s = self.draw.uniform(0.05, 2 * self.plan.fault_for_s)
+        self.cluster.disks[name].stalled_until = self.cluster.world.now + stall_s
+        return f"{name} for {stall_s:.1f} s"
+
+    def _sync_failed(self) -> str:
+        name = self._some_node()
+        self.cluster.disks[name].failing = True
+        return name
+
+    # -- the ring
+
+    def _epoch(self) -> str:
+        """The same owners under a new epoch."""
+        self.cluster.next_epoch([node.node for node in self.cluster.map.shards])
+        return f"{self.cluster.map.epoch}"
+
+    def _move(self) -> str:
+        """One shard leaves the ring, or those that left come back.  Nothing is moved with it (yet)."""
+        self.intact = False
+        names = self.cluster.names
+        if len(self.cluster.map.shards) < len(names) or len(names) <= self.plan.replicas:
+            self.cluster.next_epoch(names)
+        else:
+            gone = self._some_node()
+            self.cluster.next_epoch([name for name in names if name != gone])
+        return f"{self.cluster.map.epoch}"

@@ -1,0 +1,92 @@
+"""``draw_plan``: the seed draws the whole world (swarm testing [Groce et al. 2012]).
+
+A generator that uses every fault a little, always, misses what needs one of them a lot and another one never.  So
+the seed decides first *which* kinds of trouble a world knows, and then how much of each.
+"""
+
+from __future__ import annotations
+
+from kvcomm.chaos.draw import Draw
+from kvcomm.chaos.network import Weather
+from kvcomm.chaos.plan import FAULTS, Mode, Plan
+
+LASTING = (
+    "halves",
+    "bridge",
+    "ring",
+    "isolate",
+    "one_way",
+    "alone",
+    "client_cut",
+    "pause",
+    "kill",
+    "kill_all",
+    "disk_stall",
+)
+"""Faults that alone can hold up a whole run: one of them at least in most worlds."""
+OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
+"""Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
+
+
+def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
+    """The world of ``seed``."""
+    draw = Draw(seed).fork("plan")
+    shards = draw.weighted(((1, 1), (2, 1), (3, 8), (4, 2), (5, 5), (7, 1)))
+    replicas = draw.weighted(((1, 1), (2, 2), (3, 10), (5, 2)))
+    copies = min(replicas, shards)
+    write_quorum = draw.between(1, copies) if draw.chance(0.3) else copies // 2 + 1
+    read_quorum = draw.between(1, copies)
+    fsync = draw.weighted((("always", 6), ("interval", 2), ("never", 1)))
+    return Plan(
+        seed=seed,
+        mode=mode,
+        shards=shards,
+        replicas=replicas,
+        write_quorum=write_quorum,
+        read_quorum=read_quorum,
+        clients=draw.weighted(((1, 1), (2, 1), (3, 2), (5, 2), (8, 2))),
+        keys=draw.weighted(((1, 3), (2, 2), (4, 2), (12, 3))),
+        pace_s=draw.choice((0.01, 0.05, 0.2, 0.8)),
+        active_s=draw.uniform(10.0, 25.0) if mode == "safety" else 30.0,
+        fsync=fsync,
+        load_s=draw.choice((0.0002, 0.002, 0.05)),
+        commit_s=draw.choice(((0.0005, 0.003), (0.002, 0.02), (0.01, 0.3))),
+        weather=_weather(draw),
+        mix=(
+            ("get", draw.between(2, 6)),
+            ("put", draw.between(2, 6)),
+            ("blind", draw.choice((0, 1, 4))),
+            ("delete", draw.between(0, 3)),
+            ("batch", draw.between(0, 3)),
+        ),
+        faults=_faults(draw),
+        fault_every_s=draw.choice((0.3, 0.8, 2.5)),
+        fault_for_s=draw.choice((0.5, 2.0, 6.0)),
+        fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
+        losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
+    )
+
+
+def _weather(draw: Draw) -> Weather:
+    fast = draw.chance(0.7)
+    return Weather(
+        delay_s=(0.0002, 0.004) if fast else (0.005, 0.1),
+        loss=draw.choice((0.0, 0.0, 0.0, 0.005, 0.03, 0.15)),
+        double=draw.choice((0.0, 0.0, 0.05, 0.3)),
+        tail=draw.choice((0.0, 0.002, 0.02)),
+        tail_s=draw.choice((0.2, 1.0, 3.0)),
+        late=draw.choice((0.0, 0.5, 1.0)),
+        overtaking=draw.chance(0.4),
+    )
+
+
+def _faults(draw: Draw) -> tuple[str, ...]:
+    """None in some worlds: a cluster must also work when nothing is wrong."""
+    if draw.chance(0.08):
+        return ()
+    chosen = draw.some(FAULTS, draw.between(1, 7))
+    if draw.chance(0.8):
+        chosen += [draw.choice(LASTING)]
+    if draw.chance(0.5):
+        chosen += [draw.choice(OF_DISKS)] * 2
+    return tuple(chosen)

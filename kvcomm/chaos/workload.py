@@ -1,0 +1,168 @@
+"""``Workload``: what clients do, and how what came of it is judged.
+
+A workload is a class behind this port; the cluster, the faults and the history are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+from kvcomm.chaos.eventual import Ending, check_eventual
+from kvcomm.chaos.history import History, Invoked, Returned, Seen, Stored, Write, outcome_of
+from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.watch import Violation
+from kvcomm.errors import KVCommError
+from kvcomm.stateplane import StateValue
+from kvcomm.steps import Steps
+from kvcomm.wire.messages import Dots, RecordVersion
+
+if TYPE_CHECKING:
+    from kvcomm.chaos.cluster import ClientProcess, Cluster
+
+BATCH_MAX = 3
+REFUSED_REST_S = 0.3
+"""A client that could not do what it wanted does not hammer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One operation, ready to run."""
+
+    invoked: Invoked
+    steps: Callable[[], Steps[object]]
+    returned: Callable[[float, object], Returned]
+    """(when, result of the steps) -> the line that says so."""
+
+
+class Workload(Protocol):
+    """What one kind of clients does."""
+
+    def act(self, client: ClientProcess, at: float) -> Act:
+        """Draw the next operation of ``client``."""
+        ...
+
+    def last(self, client: ClientProcess, at: float) -> Act:
+        """The last operation of ``client``, when everything is healed and quiet: what is to be seen then."""
+        ...
+
+    def check(self, history: History, ending: Ending) -> list[Violation]:
+        """Which promises the history breaks."""
+        ...
+
+
+class EventualWorkload:
+    """Gets, puts with and without context, deletes and batches of eventual records, every value unique."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._keys = [f"key{index}" for index in range(plan.keys)]
+        self._operations = count()
+        self._values = count()
+
+    def act(self, client: ClientProcess, at: float) -> Act:
+        kind = client.draw.weighted(self._plan.mix)
+        number = next(self._operations)
+        if kind == "get":
+            return self._get(
+                client, number, at, client.draw.some(self._keys, client.draw.between(1, BATCH_MAX))
+            )
+        keys = client.draw.some(self._keys, BATCH_MAX if kind == "batch" else 1)
+        writes = [
+            Write(key, None if kind == "delete" else f"v{next(self._values)}", blind=kind == "blind")
+            for key in keys
+        ]
+        return self._put(client, number, at, kind, writes)
+
+    def last(self, client: ClientProcess, at: float) -> Act:
+        return self._get(client, next(self._operations), at, self._keys)
+
+    def check(self, history: History, ending: Ending) -> list[Violation]:
+        return check_eventual(self._plan, history, ending)
+
+    @staticmethod
+    def _get(client: ClientProcess, number: int, at: float, keys: Sequence[str]) -> Act:
+        def returned(at: float, result: object) -> Returned:
+            assert isinstance(result, list)
+            seen = [_seen(value) for value in result]
+            return Returned(at, client.host.name, number, "ok", seen=seen)
+
+        return Act(
+            Invoked(at, client.host.name, number, "get", list(keys)),
+            lambda: client.plane.get([key.encode() for key in keys]),
+            returned,
+        )
+
+    @staticmethod
+    def _put(client: ClientProcess, number: int, at: float, kind: str, writes: list[Write]) -> Act:
+        def returned(at: float, result: object) -> Returned:
+            stored = [_stored(version) for version in client.records.versions]
+            return Returned(at, client.host.name, number, "ok", stored=stored)
+
+        batch: list[tuple[bytes, bytes | None, Dots | None]] = [
+            (
+                write.key.encode(),
+                None if write.value is None else write.value.encode(),
+                {} if write.blind else None,
+            )
+            for write in writes
+        ]
+        return Act(
+            Invoked(at, client.host.name, number, kind, [write.key for write in writes], writes),
+            lambda: client.plane.put(batch),
+            returned,
+        )
+
+
+class Work:
+    """Keeps the clients of a cluster at work."""
+
+    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+        self._cluster, self.workload = cluster, workload
+
+    def begin(self) -> None:
+        for client in self._cluster.clients:
+            self._rest(client)
+
+    def finish(self) -> None:
+        """Let every client do its last operation."""
+        at = round(self._cluster.world.now, 6)
+        for client in self._cluster.clients:
+            self.run(client, self.workload.last(client, at), lambda done: None)
+
+    def run(self, client: ClientProcess, act: Act, then: Callable[[bool], None]) -> None:
+        """Run one operation and write down what came of it; ``then`` hears whether it was done."""
+        history = self._cluster.history
+        history.add(act.invoked)
+
+        def done(result: object, error: KVCommError | None) -> None:
+            at = round(self._cluster.world.now, 6)
+            if error is None:
+                history.add(act.returned(at, result))
+            else:
+                invoked, text = act.invoked, f"{error.code}: {error.message}"
+                outcome = outcome_of(error, len(invoked.writes))
+                history.add(Returned(at, invoked.client, invoked.operation, outcome, error=text))
+            then(error is None)
+
+        client.run(act.steps, done)
+
+    def _rest(self, client: ClientProcess, at_least_s: float = 0.0) -> None:
+        rest_s = at_least_s + client.draw.uniform(0.0, self._cluster.plan.pace_s)
+        client.host.after(rest_s, lambda: self._next(client))
+
+    def _next(self, client: ClientProcess) -> None:
+        at = self._cluster.world.now
+        if at < self._cluster.plan.active_s:
+            act = self.workload.act(client, round(at, 6))
+            self.run(client, act, lambda done: self._rest(client, 0.0 if done else REFUSED_REST_S))
+
+
+def _seen(value: StateValue) -> Seen:
+    return Seen([each.decode() for each in value.values], dict(value.context), value.degraded)
+
+
+def _stored(version: RecordVersion) -> Stored:
+    return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)

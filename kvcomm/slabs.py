@@ -1,0 +1,117 @@
+"""``Slabs``: memory to receive blocks into.
+
+Writing to fresh memory costs more than moving the bytes: a page fault every 4 KiB.  So received copies are
+carved out of slabs of huge pages, and a slab whose copies have all gone is used again.  A copy's memory
+lives exactly as long as any memoryview, array or tensor made from it; one copy that is kept keeps its slab,
+at most :data:`COPIES_A_SLAB` copies' worth.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+HUGE_PAGE_BYTES = 2 << 20
+COPIES_A_SLAB = 4
+SLAB_BYTES_MAX = 16 << 20
+IDLE_BYTES_MAX = 64 << 20
+"""Unused slabs kept for the next copies; what is over goes back to the system."""
+SMALL_BYTES = 64 << 10
+"""Copies below this are plain heap memory: the allocator has it at hand."""
+
+_ALIGNMENT = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Slab:
+    memory: mmap.mmap
+    size: int
+    filled: int = 0
+    live: int = 0
+
+
+class Slabs:
+    """Hands out writable buffers.  Thread-safe; forgets its slabs in a forked child (they are shared only
+    copy-on-write,
+    but the parent's copies are not the child's to free)."""
+
+    def __init__(self, idle_bytes_max: int = IDLE_BYTES_MAX) -> None:
+        self._idle_bytes_max = idle_bytes_max
+        self._lock = threading.Lock()
+        self._open: dict[int, _Slab] = {}
+        """By slab size: where the next copy is carved from."""
+        self._idle: dict[int, list[_Slab]] = {}
+        self._idle_bytes = 0
+        self._gone: deque[_Slab] = deque()
+        """A copy of each of these has died.  Finalizers only append here: they may run inside our own
+        lock."""
+
+    def take(self, size: int) -> memoryview:
+        """``size`` writable bytes of arbitrary content."""
+        if size < SMALL_BYTES:
+            return memoryview(bytearray(size))
+        with self._lock:
+            self._collect()
+            slab, offset = self._place(size)
+        copy = (ctypes.c_char * size).from_buffer(slab.memory, offset)
+        weakref.finalize(copy, self._gone.append, slab).atexit = False
+        return memoryview(copy).cast("B")
+
+    @property
+    def idle_bytes(self) -> int:
+        """Kept for the next copies."""
+        with self._lock:
+            self._collect()
+            return self._idle_bytes
+
+    def _place(self, size: int) -> tuple[_Slab, int]:
+        slab_bytes = _slab_bytes(size)
+        slab = self._open.get(slab_bytes)
+        if slab is None or slab.filled + size > slab.size:
+            if slab is not None and not slab.live:
+                self._retire(slab)
+            slab = self._open[slab_bytes] = self._reuse(slab_bytes) or _new_slab(slab_bytes)
+        offset = slab.filled
+        slab.filled += -(-size // _ALIGNMENT) * _ALIGNMENT
+        slab.live += 1
+        return slab, offset
+
+    def _collect(self) -> None:
+        while self._gone:
+            slab = self._gone.popleft()
+            slab.live -= 1
+            if not slab.live:
+                if self._open.get(slab.size) is slab:
+                    slab.filled = 0
+                else:
+                    self._retire(slab)
+
+    def _retire(self, slab: _Slab) -> None:
+        if self._idle_bytes + slab.size <= self._idle_bytes_max:
+            slab.filled = 0
+            self._idle.setdefault(slab.size, []).append(slab)
+            self._idle_bytes += slab.size
+
+    def _reuse(self, slab_bytes: int) -> _Slab | None:
+        idle = self._idle.get(slab_bytes)
+        if not idle:
+            return None
+        self._idle_bytes -= slab_bytes
+        return idle.pop()
+
+
+def _slab_bytes(size: int) -> int:
+    """A power of two of huge pages, so that near sizes share slabs."""
+    wanted = max(size, min(COPIES_A_SLAB * size, SLAB_BYTES_MAX))
+    pages = -(-wanted // HUGE_PAGE_BYTES)
+    return HUGE_PAGE_BYTES * (pages if wanted > SLAB_BYTES_MAX else 1 << (pages - 1).bit_length())
+
+
+def _new_slab(slab_bytes: int) -> _Slab:
+    memory = mmap.mmap(-1, slab_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return _Slab(memory, slab_bytes)
