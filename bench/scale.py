@@ -26,6 +26,9 @@ class Scale:
     """Put before puts are timed: more than the pool holds, so that it is as full as it is after a while."""
     processes: int
     """Fresh processes for what can be measured only once in each."""
+    records: int
+    """On each shard, when replicas are repaired."""
+    repairs: int
 
 
 FULL = Scale(
@@ -38,6 +41,8 @@ FULL = Scale(
     prefix_tokens=2_048,
     fill_bytes=5 << 29,
     processes=15,
+    records=100_000,
+    repairs=5,
 )
 SMOKE = Scale(
     rounds=2,
@@ -49,6 +54,8 @@ SMOKE = Scale(
     prefix_tokens=64,
     fill_bytes=4 * MIB,
     processes=2,
+    records=1_000,
+    repairs=1,
 )
 """Says whether everything runs, not how fast."""
 

@@ -21,6 +21,7 @@ from kvcomm.operations import Hit, Operations, Published
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block
 from kvcomm.wire.messages import Dots
 
@@ -100,6 +101,10 @@ class AsyncClient:
     def state(self, name: str) -> AsyncState:
         """See ``Client.state``."""
         return AsyncState(self, self._operations, name)
+
+    def strong(self, name: str) -> AsyncStrong:
+        """See ``Client.strong``."""
+        return AsyncStrong(self, self._operations, name)
 
     async def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """See ``Client.names``."""
@@ -215,3 +220,41 @@ class AsyncState:
     async def keys(self, *, deadline_s: float = DEADLINE_S) -> list[str]:
         """See ``State.keys``."""
         return await self._client.run(self._operations.state_keys(self.name), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncStrong:
+    """See ``kvcomm.client.Strong``."""
+
+    _client: AsyncClient
+    _operations: Operations
+    name: str
+
+    async def read(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """See ``Strong.read``."""
+        return await self._client.run(self._operations.strong_read(self.name, key), deadline_s)
+
+    async def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """See ``Strong.put``."""
+        return await self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+
+    async def compare_and_set(
+        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
+        """See ``Strong.compare_and_set``."""
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        return await self._client.run(steps, deadline_s)
+
+    async def change(
+        self,
+        key: str,
+        function: Callable[[bytes | None], bytes | None],
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> StrongValue:
+        """See ``Strong.change``."""
+        return await self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+
+    async def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """See ``Strong.delete``."""
+        return await self._client.run(self._operations.strong_delete(self.name, key), deadline_s)

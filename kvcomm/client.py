@@ -16,6 +16,7 @@ from kvcomm.operations import Hit, Operations, Published
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block
 from kvcomm.wire.messages import Dots
 
@@ -103,6 +104,10 @@ class Client:
     def state(self, name: str) -> State:
         """The small versioned state called ``name``."""
         return State(self, self._operations, name)
+
+    def strong(self, name: str) -> Strong:
+        """The linearizable values called ``name``."""
+        return Strong(self, self._operations, name)
 
     def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """Names of this tenant's records under ``prefix`` (``kvcomm.stateplane.record_name``), sorted."""
@@ -232,3 +237,48 @@ class State:
     def keys(self, *, deadline_s: float = DEADLINE_S) -> list[str]:
         """The keys that exist under this name."""
         return self._client.run(self._operations.state_keys(self.name), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Strong:
+    """Small values under a name, linearizable: all clients see one order of changes, and the newest value.
+
+    A change needs a majority of the record's replicas, which have it on their disks before it returns; the
+    minority side of a split raises ``Unavailable``.  ``Conflict`` and ``Unavailable`` mean that nothing was
+    changed, ``OutcomeUnknown`` that only a read can tell.
+    """
+
+    _client: Client
+    _operations: Operations
+    name: str
+
+    def read(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """The value, and its version for :meth:`compare_and_set`."""
+        return self._client.run(self._operations.strong_read(self.name, key), deadline_s)
+
+    def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """Write, whatever was there."""
+        return self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+
+    def compare_and_set(
+        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
+        """Write (``None``: delete) only if the version is still ``expected_version``; ``b""``: only if there
+        is no value.  Raises ``StrongConflict``, whose ``found`` is what was there instead."""
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        return self._client.run(steps, deadline_s)
+
+    def change(
+        self,
+        key: str,
+        function: Callable[[bytes | None], bytes | None],
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> StrongValue:
+        """Replace the value by ``function(value)``.  ``function`` may be called several times and should do
+        nothing else."""
+        return self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+
+    def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+        """Delete, whatever was there."""
+        return self._client.run(self._operations.strong_delete(self.name, key), deadline_s)

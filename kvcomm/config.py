@@ -224,10 +224,11 @@ class CacheConfig:
     )  # fmt: skip
     l3_consistency: Literal["eventual"] = _setting(
         "l3_consistency",
-        _one_of("eventual", unavailable={"strong": "which is not available in this version; use eventual"}),
+        _one_of("eventual", unavailable={"strong": "which is chosen record by record: kv.strong(name)"}),
         "eventual",
-        "What a record promises. `eventual`: always writable where a quorum answers, concurrent writes "
-        "become siblings that the reader sees.",
+        "What the records of `kv.state` and of contexts promise. `eventual`: always writable where a quorum "
+        "answers, concurrent writes become siblings that the reader sees. Linearizable records are chosen in "
+        "the program, by `kv.strong(name)`, and always synced to disk, whatever `storage.fsync` says.",
     )  # fmt: skip
     reservation_ttl_s: float = _setting(
         "reservation_ttl", _positive_seconds, "10s",
@@ -296,6 +297,28 @@ class ClusterConfig:
         "block_copies", _positive_count, 1,
         "Shards that keep each block. A lost block is only a miss, so one copy is correct; two survive a "
         "lost shard without recomputing and halve the capacity.",
+    )  # fmt: skip
+    repair_interval_s: float = _setting(
+        "repair_interval", _positive_seconds, "60s",
+        "How often each shard compares its records with those of each other shard that keeps them, without "
+        "anybody reading; also after that one was away. Shorter: differences that nobody noticed live less "
+        "long. One message where there are none.",
+    )  # fmt: skip
+    hint_bytes: int = _setting(
+        "hint_bytes", _bytes, "64MB",
+        "Memory of each shard for hints: which record which other shard missed, about 300 bytes each. At the "
+        "bound new hints are refused and counted; no record is lost by that, comparing finds it later.",
+    )  # fmt: skip
+    hint_age_s: float = _setting(
+        "hint_age", _positive_seconds, "3h",
+        "How long a hint is kept for a shard that is away. After that only comparing tells it what it "
+        "missed. Must be below `tombstone_age`.",
+    )  # fmt: skip
+    tombstone_age_s: float = _setting(
+        "tombstone_age", _positive_seconds, "24h",
+        "How long a deleted record is remembered at least; longer while a shard that keeps it is away, so "
+        "that no deleted record returns. Longer: more room for what is deleted. Keep it far above the time "
+        "that a message may be under way.",
     )  # fmt: skip
 
 
@@ -447,6 +470,11 @@ def _contradictions(config: Config) -> Iterator[str]:
     for key, count in (("write_quorum", cluster.write_quorum), ("read_quorum", cluster.read_quorum)):
         if count > cluster.replicas:
             yield f"cluster.{key} is {count}, but cluster.replicas is {cluster.replicas}: never met"
+    if cluster.hint_age_s >= cluster.tombstone_age_s:
+        yield (
+            f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
+            f"{cluster.tombstone_age_s:g} s: hints must be given up first"
+        )
     if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
         yield (
             f"cache.l2_pin_budget is {cache.l2_pin_budget_bytes} bytes, "
@@ -476,7 +504,6 @@ def reference() -> str:
             lines.append(f"| `{setting.key}` | {_shown(setting.default)} | {setting.means} |")
     lines += ["", "## Known, but not in this version", ""]
     lines += [f"* `{key}`: {why}." for key, why in _PLANNED.items()]
-    lines += ["* `cache.l3_consistency: strong`."]
     return "\n".join(lines) + "\n"
 
 

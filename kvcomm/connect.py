@@ -14,6 +14,7 @@ made from the secret of a local instance (whoever can read its directory is its 
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -33,6 +34,7 @@ from kvcomm.operations import Operations
 from kvcomm.rpc import Identity, Peers, run_blocking
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
+from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
 from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
@@ -263,7 +265,9 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         l3 = L3Tier(ring, dial=door.dial, timeout_s=timeout_s, allocate=Slabs().take)
     tally = Tally(Metrics("client"), time.monotonic)
     state = StatePlane(l3, tally) if l3 else None
-    operations = Operations(BlockPlane(near, l2, l3, time.monotonic), state, tally, tenant, identity.caller)
+    strong = StrongPlane(l3, tally, random.random) if l3 else None
+    blocks = BlockPlane(near, l2, l3, time.monotonic)
+    operations = Operations(blocks, state, tally, tenant, identity.caller, strong)
 
     def close() -> None:
         near.clear()

@@ -200,6 +200,9 @@ _SHARD: tuple[Scope, ...] = ("shard",)
 _TIERS: tuple[str, ...] = get_args(TierName)
 _GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
 _RECORD_OPERATIONS = ("get", "put", "scan")
+_OPERATIONS = (
+    "fetch", "publish", "record_get", "record_put", "record_scan", "strong_read", "strong_change",
+)  # fmt: skip
 
 DEFINITIONS: tuple[Definition, ...] = (
     # fetching
@@ -266,7 +269,23 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_operation_seconds", "histogram", _CLIENT,
         "Time of whole operations, as the caller waited for them.",
-        {"operation": ("fetch", "publish", "record_get", "record_put", "record_scan")},
+        {"operation": _OPERATIONS},
+    ),
+    # strong records
+    Definition(
+        "kvcomm_strong_votes", "gauge", _SHARD,
+        "1 = this shard votes on strong records; 0 = it is catching up with the others. At 0 for long: too "
+        "few of them remember what it has lost.",
+    ),
+    Definition(
+        "kvcomm_strong_contended_rounds_total", "counter", _SHARD,
+        "Rounds that met another proposer's ballot and were repeated after a wait.",
+    ),
+    Definition(
+        "kvcomm_strong_failures_total", "counter", _SHARD,
+        "Strong reads and changes without an answer: `unavailable` = no majority, nothing was changed; "
+        "`outcome_unknown` = a change may have been made.",
+        {"outcome": ("unavailable", "outcome_unknown")},
     ),
     # a node's block store
     Definition(
@@ -318,6 +337,37 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_replication_acks_total", "counter", _SHARD,
         "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
         {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_hints", "gauge", _SHARD,
+        "Records that another shard missed and that this one will tell it about.",
+    ),
+    Definition(
+        "kvcomm_hint_bytes", "gauge", _SHARD, "What those hints take, of `cluster.hint_bytes`.",
+    ),
+    Definition(
+        "kvcomm_hints_total", "counter", _SHARD,
+        "What became of hints. `refused`: no room, left to comparing. `void`: nothing to tell any more.",
+        {"outcome": ("kept", "refused", "delivered", "expired", "void")},
+    ),
+    Definition(
+        "kvcomm_comparisons_total", "counter", _SHARD,
+        "Comparisons with another shard's records. `failed`: it did not answer; tried again.",
+        {"outcome": ("equal", "repaired", "failed")},
+    ),
+    Definition(
+        "kvcomm_repaired_records_total", "counter", _SHARD,
+        "Records in which a comparison found the other shard to know more (`pulled`) or less (`pushed`).",
+        {"direction": ("pulled", "pushed")},
+    ),
+    Definition(
+        "kvcomm_tombstones_removed_total", "counter", _SHARD,
+        "Deleted records that were removed for good, on every shard that kept them.",
+    ),
+    Definition(
+        "kvcomm_caught_up", "gauge", _SHARD,
+        "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
+        "ask those.",
     ),
     Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",

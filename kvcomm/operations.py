@@ -6,7 +6,7 @@ The blocking face (``kvcomm.client``) and the asyncio face (``kvcomm.aio``) run 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
+from kvcomm.strongplane import StrongPlane, StrongValue
 from kvcomm.tally import Tally
 from kvcomm.tier import Block, BlockCopy, TierName
 from kvcomm.wire.messages import Dots
@@ -91,10 +92,12 @@ class Operations:
         tally: Tally,
         tenant: TenantDigest,
         producer: Incarnation,
+        strong: StrongPlane | None = None,
     ) -> None:
         self._blocks = blocks
         self._tally = tally
         self._state = state
+        self._strong = strong
         self._tenant = tenant
         self._producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
@@ -212,6 +215,27 @@ class Operations:
         found = yield from self.state().names(record_name("state", name) + b"/")
         return [record_path(record)[-1] for record in found]
 
+    def strong_read(self, name: str, key: str) -> Steps[StrongValue]:
+        (found,) = yield from self.strong().read([record_name("strong", name, key)])
+        return found
+
+    def strong_put(self, name: str, key: str, value: bytes) -> Steps[StrongValue]:
+        return (yield from self.strong().put(record_name("strong", name, key), value))
+
+    def strong_compare_and_set(
+        self, name: str, key: str, expected: bytes, value: bytes | None
+    ) -> Steps[StrongValue]:
+        record = record_name("strong", name, key)
+        return (yield from self.strong().compare_and_set(record, expected, value))
+
+    def strong_change(
+        self, name: str, key: str, function: Callable[[bytes | None], bytes | None]
+    ) -> Steps[StrongValue]:
+        return (yield from self.strong().change(record_name("strong", name, key), function))
+
+    def strong_delete(self, name: str, key: str) -> Steps[StrongValue]:
+        return (yield from self.strong().delete(record_name("strong", name, key)))
+
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         return (yield from self.state().names(prefix))
 
@@ -232,6 +256,11 @@ class Operations:
         if self._state is None:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._state
+
+    def strong(self) -> StrongPlane:
+        if self._strong is None:
+            raise Unavailable("this cluster has no shards, so it keeps no state")
+        return self._strong
 
     def _namespace_of(self, head: Manifest | None, namespace: Namespace | None) -> Namespace:
         # list() first: it copies at once, while other threads may bind namespaces of their own.

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.steps import Steps, Waiter
-from kvcomm.wire.messages import Dots, RecordVersion, RecordWrite
+from kvcomm.wire.messages import Dots, RecordVersion, RecordWrite, StrongOrder, StrongOutcome
 
 TierName = Literal["l1", "l2", "l3"]
 
@@ -203,3 +203,15 @@ class Records(Protocol):
         ...
 
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]: ...
+
+
+class Registers(Protocol):
+    """The strong plane's port: linearizable, one record at a time; one outcome each, in order."""
+
+    def strong_read(self, keys: Sequence[bytes]) -> Steps[list[StrongOutcome]]:
+        """Raises ``Unavailable`` when no owner of some key answered."""
+        ...
+
+    def strong_change(self, orders: Sequence[StrongOrder]) -> Steps[list[StrongOutcome]]:
+        """Raises ``Unavailable`` (nothing was changed), ``OutcomeUnknown``, ``TooLarge``."""
+        ...

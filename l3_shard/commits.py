@@ -13,12 +13,12 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcomm.machine import Effect, Event
 from kvcomm.metrics import Histogram
 from l3_shard.replica import later
-from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
 
 T = TypeVar("T")
@@ -46,17 +46,19 @@ class Commits:
         self._store, self._deliver, self._failed = store, deliver, failed
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-commit")
-        self._waiting: list[Persist] = []
+        self._waiting: list[Persist[Any]] = []
         self._commit: asyncio.Task[None] | None = None
         self._unsynced = False
 
     def perform(self, effect: Effect) -> None:
-        """Carry out a ``Load``, ``Scan`` or ``Persist``."""
+        """Carry out a ``Load``, ``Scan``, ``Survey`` or ``Persist``."""
         match effect:
             case Load():
                 self._deliver(self._load(effect))
             case Scan():
                 self._deliver(self._scan(effect))
+            case Survey():  # in a turn of its own: they come in long rows, and requests must get in between
+                self._loop.call_soon(lambda: self._deliver(self._survey(effect)))
             case Persist():
                 self._waiting.append(effect)
                 if self._commit is None:
@@ -102,7 +104,7 @@ class Commits:
         finally:
             self._commit = None
 
-    async def _commit_batch(self, batch: list[Persist]) -> list[Persisted]:
+    async def _commit_batch(self, batch: list[Persist[Any]]) -> list[Persisted]:
         if self._store.fsync == "always":
             return await self._timed(self._loop.run_in_executor(self._worker, self._write, batch))
         self._unsynced = True
@@ -114,11 +116,12 @@ class Commits:
         self.fsync_seconds.observe(self._clock() - begin)
         return done
 
-    def _write(self, batch: list[Persist]) -> list[Persisted]:
+    def _write(self, batch: list[Persist[Any]]) -> list[Persisted]:
         """One transaction; when there is no room for all, what there is room for."""
         try:
             writes = [write for persist in batch for write in persist.writes]
-            self._store.write(writes, reduce(later, (persist.replica for persist in batch)))
+            notes = [note for persist in batch for note in persist.notes]
+            self._store.write(writes, reduce(later, (persist.replica for persist in batch)), notes)
         except DiskFull as error:
             if len(batch) > 1:
                 return [outcome for persist in batch for outcome in self._write([persist])]
@@ -127,7 +130,7 @@ class Commits:
             return [Persisted(persist.ticket, "failed", error.message) for persist in batch]
         return [Persisted(persist.ticket) for persist in batch]
 
-    def _load(self, load: Load) -> Loaded:
+    def _load(self, load: Load) -> Loaded[Any]:
         try:
             states, damaged = self._store.load(load.keys)
         except DiskFailed as error:
@@ -140,3 +143,9 @@ class Commits:
         except DiskFailed as error:
             return Scanned(scan.ticket, (), None, failure=error.message)
         return Scanned(scan.ticket, tuple(keys), resume)
+
+    def _survey(self, survey: Survey) -> Surveyed:
+        try:
+            return Surveyed(survey.ticket, tuple(self._store.survey(survey.leaves)))
+        except DiskFailed as error:
+            return Surveyed(survey.ticket, (), failure=error.message)

@@ -74,6 +74,7 @@ def put(
     value: bytes | None,
     context: VersionVector,
     own: Dot | None = None,
+    floor: int = 0,
 ) -> Written:
     """Accept a write at ``replica``; ``value`` ``None`` deletes what ``context`` covers.
 
@@ -81,6 +82,8 @@ def put(
         replica: id of the replica incarnation that accepts the write and holds ``state``.
         context: what the writer had read; empty = nothing, so the write is concurrent to all others.
         own: the writer's last write, replaced too if it is here; where it is not, it stays concurrent.
+        floor: largest counter of ``replica`` in any record that was removed (see ``l3_shard.tombstones``):
+            this may have been one of them, and its dots must not be given out again.
 
     Raises:
         Conflict: the record has ``SIBLINGS_MAX`` other values already, or ``context`` cannot come from this
@@ -88,13 +91,14 @@ def put(
         replicas wrote it.
     """
     seen = VersionVector.from_wire(state.context)
-    if context.counter(replica) > seen.counter(replica):
+    last = max(seen.counter(replica), floor)
+    if context.counter(replica) > last:
         raise Conflict("the context was not read from this record; read the record and put with its context")
-    if seen.counter(replica) == COUNTER_MAX:
+    if last == COUNTER_MAX:
         raise Conflict(
             "a context with an impossible counter was written to this record; delete or abandon it"
         )
-    dot = Dot(replica, seen.counter(replica) + 1)
+    dot = Dot(replica, last + 1)
     kept = [
         sibling
         for sibling in state.siblings

@@ -22,25 +22,23 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol
 
 from kvcomm.errors import KVCommError, Refused, Unavailable
 from kvcomm.machine import Effect, Ticket
-from kvcomm.wire.messages import RecordState
-from l3_shard import dvv
-from l3_shard.storage import Load, Loaded, Persist, Persisted
+from l3_shard.storage import Database, Load, Loaded, Persist, Persisted, S
 
 
-class Change(Protocol):
+class Change(Protocol[S]):
     """A read-modify-write of one record."""
 
-    def apply(self, state: RecordState) -> RecordState:
+    def apply(self, state: S) -> S:
         """The record after the change.  A raised ``KVCommError`` refuses it: the record stays, ``failed`` is
         called.
         """
         ...
 
-    def durable(self, state: RecordState) -> None:
+    def durable(self, state: S) -> None:
         """The change is on the disk, as a part of ``state``."""
         ...
 
@@ -50,10 +48,10 @@ class Change(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class Local(Generic[S]):
     """What this replica has of a record."""
 
-    state: RecordState
+    state: S
     damaged: bool = False
     """There was a record and its bytes failed verification; ``state`` is what came since, and may lack what
     was lost."""
@@ -61,39 +59,39 @@ class Local:
     """Not empty: the storage could not be read, and why."""
 
 
-Reader = Callable[[Local], None]
+Reader = Callable[[Local[S]], None]
 
 DAMAGED_MAX = 65_536
 """Damaged records remembered; over it they are forgotten, and found once more."""
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
-    local: Local | None = None
-    """Last durable state; ``None`` while it is being loaded."""
-    readers: list[Reader] = field(default_factory=list)
-    waiting: deque[Change] = field(default_factory=deque)
-    writing: list[Change] = field(default_factory=list)
-    written: RecordState = dvv.EMPTY
+class _Line(Generic[S]):
+    written: S
     """What the ``Persist`` in flight holds, while ``writing`` is not empty."""
+    local: Local[S] | None = None
+    """Last durable state; ``None`` while it is being loaded."""
+    readers: list[Reader[S]] = field(default_factory=list)
+    waiting: deque[Change[S]] = field(default_factory=deque)
+    writing: list[Change[S]] = field(default_factory=list)
 
     @property
     def idle(self) -> bool:
         return not self.readers and not self.waiting and not self.writing
 
 
-class Recent:
+class Recent(Generic[S]):
     """Durable states of records that are not in use now, the least recently used dropped first."""
 
     OVERHEAD_BYTES = 1_024
     """Of a state of no values, about."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._held: OrderedDict[bytes, tuple[Local, int]] = OrderedDict()
+    def __init__(self, bytes_max: int, value_bytes: Callable[[S], int]) -> None:
+        self._bytes_max, self._value_bytes = bytes_max, value_bytes
+        self._held: OrderedDict[bytes, tuple[Local[S], int]] = OrderedDict()
         self.held_bytes = 0
 
-    def get(self, key: bytes) -> Local | None:
+    def get(self, key: bytes) -> Local[S] | None:
         """The state of ``key``, and it counts as used."""
         held = self._held.get(key)
         if held is None:
@@ -101,7 +99,7 @@ class Recent:
         self._held.move_to_end(key)
         return held[0]
 
-    def take(self, key: bytes) -> Local | None:
+    def take(self, key: bytes) -> Local[S] | None:
         """The state of ``key``, which is in use from now on."""
         held = self._held.pop(key, None)
         if held is None:
@@ -109,9 +107,9 @@ class Recent:
         self.held_bytes -= held[1]
         return held[0]
 
-    def keep(self, key: bytes, local: Local) -> None:
+    def keep(self, key: bytes, local: Local[S]) -> None:
         """``key`` is not in use any more."""
-        size = self.OVERHEAD_BYTES + dvv.value_bytes(local.state)
+        size = self.OVERHEAD_BYTES + self._value_bytes(local.state)
         self._held[key] = (local, size)
         self.held_bytes += size
         while self.held_bytes > self._bytes_max:
@@ -124,29 +122,46 @@ class Recent:
         return key in self._held
 
 
-class Lines:
+class Lines(Generic[S]):
     """The records in use of one shard.  ``changes_max`` bounds what may wait for one record,
     ``recent_bytes_max`` what is kept of records that are not in use; ``tickets`` are unused numbers.
+
+    Args:
+        empty: the state of a record that is not stored.
+        value_bytes: size of what a state holds.
+        database: where the records are stored.
+        mends: whether a record whose bytes failed verification may be written anew, as if it had been empty.
     """
 
-    def __init__(self, changes_max: int, tickets: Iterator[int], recent_bytes_max: int = 0) -> None:
+    def __init__(
+        self,
+        changes_max: int,
+        tickets: Iterator[int],
+        recent_bytes_max: int = 0,
+        *,
+        empty: S,
+        value_bytes: Callable[[S], int],
+        database: Database = "records",
+        mends: bool = True,
+    ) -> None:
+        self._empty, self._database, self._mends = empty, database, mends
         self._changes_max = changes_max
-        self._recent = Recent(recent_bytes_max)
+        self._recent = Recent(recent_bytes_max, value_bytes)
         self._tickets = tickets
-        self._lines: dict[bytes, _Line] = {}
+        self._lines: dict[bytes, _Line[S]] = {}
         self._to_load: list[bytes] = []
         self._to_apply: dict[bytes, None] = {}  # an ordered set
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
         self._damaged: set[bytes] = set()  # found so, and not mended since, whatever was written over it
 
-    def known(self, key: bytes) -> RecordState | None:
+    def known(self, key: bytes) -> S | None:
         """The durable state, if it is here."""
         line = self._lines.get(key)
         local = self._recent.get(key) if line is None else line.local
         return None if local is None or local.damaged or local.failure else local.state
 
-    def read(self, key: bytes, reader: Reader) -> None:
+    def read(self, key: bytes, reader: Reader[S]) -> None:
         """Call ``reader`` with the durable state, at once if it is known."""
         line = self._line(key)
         if line.local is None:
@@ -155,7 +170,7 @@ class Lines:
             reader(line.local)
             self._forget(key, line)
 
-    def change(self, key: bytes, change: Change) -> None:
+    def change(self, key: bytes, change: Change[S]) -> None:
         """Queue a change.
 
         Raises:
@@ -168,7 +183,7 @@ class Lines:
         if line.local is not None and not line.writing:
             self._to_apply[key] = None
 
-    def withdraw(self, key: bytes, change: Change) -> bool:
+    def withdraw(self, key: bytes, change: Change[S]) -> bool:
         """Take back a change; False = it is being written, or is over."""
         line = self._lines.get(key)
         if line is None or change not in line.waiting:
@@ -177,7 +192,7 @@ class Lines:
         self._forget(key, line)
         return True
 
-    def loaded(self, event: Loaded) -> list[bytes]:
+    def loaded(self, event: Loaded[S]) -> list[bytes]:
         """Storage answered a ``Load``; the damaged records that were not known to be."""
         keys = self._loads.pop(event.ticket)
         damaged = set(event.damaged)
@@ -188,7 +203,7 @@ class Lines:
         states = event.states if not event.failure else (None,) * len(keys)
         for key, state in zip(keys, states, strict=True):
             line = self._lines[key]
-            line.local = Local(state or dvv.EMPTY, key in damaged or key in self._damaged, event.failure)
+            line.local = Local(state or self._empty, key in damaged or key in self._damaged, event.failure)
             readers, line.readers = line.readers, []
             for reader in readers:
                 reader(line.local)
@@ -197,9 +212,10 @@ class Lines:
             self._forget(key, line)
         return found
 
-    def persisted(self, event: Persisted) -> None:
-        """Storage answered a ``Persist``, ``durable`` or ``full``."""
-        for key in self._persists.pop(event.ticket):
+    def persisted(self, event: Persisted) -> tuple[bytes, ...]:
+        """Storage answered a ``Persist``, ``durable`` or ``full``; the records that it was about."""
+        keys = self._persists.pop(event.ticket)
+        for key in keys:
             line = self._lines[key]
             changes, line.writing = line.writing, []
             if event.outcome == "durable":
@@ -212,6 +228,7 @@ class Lines:
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
+        return keys
 
     def mend(self, key: bytes) -> None:
         """What a damaged record may have held is in our copy again: its word counts."""
@@ -219,6 +236,10 @@ class Lines:
         line = self._lines.get(key)
         if line is not None and line.local is not None and line.local.damaged:
             line.local = Local(line.local.state)
+
+    def awaits(self, ticket: Ticket) -> bool:
+        """Whether the answer to this ``Load`` or ``Persist`` is for us."""
+        return ticket in self._loads or ticket in self._persists
 
     @property
     def pending(self) -> bool:
@@ -235,15 +256,15 @@ class Lines:
             keys, self._to_load = tuple(self._to_load), []
             ticket = self._ticket()
             self._loads[ticket] = keys
-            effects.append(Load(ticket, keys))
+            effects.append(Load(ticket, keys, self._database))
         if writes := self._apply():
             ticket = self._ticket()
             self._persists[ticket] = tuple(key for key, _ in writes)
-            effects.append(Persist(ticket, writes, replica))
+            effects.append(Persist(ticket, writes, replica, self._database))
         return effects
 
-    def _apply(self) -> tuple[tuple[bytes, RecordState], ...]:
-        writes: list[tuple[bytes, RecordState]] = []
+    def _apply(self) -> tuple[tuple[bytes, S], ...]:
+        writes: list[tuple[bytes, S]] = []
         while self._to_apply:
             key = next(iter(self._to_apply))
             del self._to_apply[key]
@@ -255,16 +276,14 @@ class Lines:
             self._forget(key, line)
         return tuple(writes)
 
-    @staticmethod
-    def _apply_line(line: _Line) -> bool:
+    def _apply_line(self, line: _Line[S]) -> bool:
         """Apply what waits; whether there is something to persist."""
         assert line.local is not None
         changes, line.waiting = line.waiting, deque()
-        if line.local.failure:
+        if line.local.failure or (line.local.damaged and not self._mends):
+            why = line.local.failure or "the record's bytes failed verification"
             for change in changes:
-                change.failed(
-                    Unavailable(f"nothing was written, the disk cannot be read: {line.local.failure}")
-                )
+                change.failed(Unavailable(f"nothing was written, the disk cannot be read: {why}"))
             return False
         state, accepted = line.local.state, []
         for change in changes:
@@ -281,15 +300,15 @@ class Lines:
         line.writing, line.written = accepted, state
         return True
 
-    def _line(self, key: bytes) -> _Line:
+    def _line(self, key: bytes) -> _Line[S]:
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = _Line(self._recent.take(key))
+            line = self._lines[key] = _Line(self._empty, self._recent.take(key))
             if line.local is None:
                 self._to_load.append(key)
         return line
 
-    def _forget(self, key: bytes, line: _Line) -> None:
+    def _forget(self, key: bytes, line: _Line[S]) -> None:
         if line.idle and line.local is not None and self._lines.get(key) is line:
             del self._lines[key]
             self._to_apply.pop(key, None)

@@ -32,6 +32,9 @@ class Query(NamedTuple):
     """Answers that make it not degraded, this shard's own included."""
     wide: int
     """Answers that meet every write quorum: needed when ours cannot be relied on."""
+    witness: bool = True
+    """Whether our own word counts as one: not while a new store has yet to learn what its predecessor
+    knew."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +69,7 @@ class Reading:
     def __init__(
         self,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         repair: Callable[[bytes, RecordState, bool], None],
         refused: Callable[[Message], None],
     ) -> None:
@@ -98,7 +101,7 @@ class Reading:
         """The states, if our own word is enough for all of them and we have it here: most gets are such."""
         states: list[RecordState] = []
         for query in queries:
-            state = self._lines.known(query.key) if query.need <= 1 else None
+            state = self._lines.known(query.key) if query.need <= 1 and query.witness else None
             if state is None or not (state.context or query.wide <= 1):
                 return None
             states.append(state)
@@ -116,14 +119,14 @@ class Reading:
             message = RecordFetch(get.epoch, [record.query.key for record in theirs])
             self._desk.ask(node, message, partial(self._answered, theirs))
 
-    def _own(self, record: _Record, local: Local) -> None:
+    def _own(self, record: _Record, local: Local[RecordState]) -> None:
         record.outstanding -= 1
         record.damaged = local.damaged
         if not local.damaged and not local.failure:
             record.own = local.state
         if not local.failure:
-            self._learn(record, local.state, counts=not local.damaged)
-        if record.own is None or not record.own.context:
+            self._learn(record, local.state, counts=record.query.witness and not local.damaged)
+        if record.own is None or not record.own.context or not record.query.witness:
             record.need = max(record.need, record.query.wide)
             if not record.asked and not record.decided:
                 self._ask(record.get, [record])

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import mmh3
 import msgspec
+from xxhash import xxh3_64_digest
 
 from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import RingMap, RingNode
@@ -79,6 +80,18 @@ class Ring:
         """Of all shards, sorted."""
         return sorted(self._nodes)
 
+    @property
+    def placement(self) -> bytes:
+        """Equal for rings that put every record on the same shards, whatever their epochs and addresses."""
+        weights = sorted((shard.node, shard.weight, shard.rack) for shard in self._map.shards)
+        return xxh3_64_digest(msgspec.msgpack.encode((self._map.replicas, weights)))
+
+    def neighbours(self, node: str) -> tuple[str, ...]:
+        """The other shards that keep some record with ``node``, sorted."""
+        lists = {owners[: self._map.replicas] for owners in self._owners}
+        together = {owner for owners in lists if node in owners for owner in owners}
+        return tuple(sorted(together - {node}))
+
     def __contains__(self, node: str) -> bool:
         return node in self._nodes
 
@@ -104,6 +117,11 @@ class Ring:
     def replicas(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the record ``key``."""
         return self.owners(key, self._map.replicas)
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The different sets of shards that hold a record together, each sorted."""
+        count = self._map.replicas
+        return sorted({tuple(sorted(owners[:count])) for owners in self._owners})
 
     def block_owners(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the block ``key``."""

@@ -8,6 +8,7 @@ and the order of the end: stop listening, drop the connections, finish the commi
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import KVCommError, StaleEpoch
-from kvcomm.machine import ConnectionId, Effect, Origin
+from kvcomm.machine import ConnectionId, Effect, Origin, Tick
 from kvcomm.metrics import Histogram
 from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
@@ -28,9 +29,12 @@ from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import BlockGet, BlockLookup, BlockPut, Message, RingMap, RingNode
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
+from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
+from l3_shard.storage import Load, Persist, Scan
 from l3_shard.store import Fsync, RecordStore
+from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
 """How often the machine hears what the wall clock shows."""
@@ -54,6 +58,7 @@ class ShardOptions:
     """The record database may grow to this size."""
     limits: ShardLimits = field(default_factory=ShardLimits)
     connect_timeout_s: float = 1.0
+    repair: RepairOptions = field(default_factory=RepairOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class RunningShard:
     adopt: Callable[[RingMap], int]
     """Offers a map; the epoch that the shard is at afterwards."""
     counts: Callable[[], ShardCounts]
+    repair_counts: Callable[[], RepairCounts]
+    strong_counts: Callable[[], StrongCounts]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -114,6 +121,11 @@ async def run_shard(
         RecordStore, options.directory, fsync=options.fsync, map_bytes_max=options.map_bytes_max
     )
     try:
+        strong_store = await asyncio.to_thread(_open_strong, options)
+    except BaseException:
+        store.close()
+        raise
+    try:
         machine = Shard(
             node,
             store.replica,
@@ -121,12 +133,16 @@ async def run_shard(
             node_tenant=credentials.tenant_digest(NODE_TENANT),
             origin_ms=_origin_ms(clock),
             limits=options.limits,
+            repair=options.repair,
+            notes=store.notes(),
+            strong=StrongIdentity(strong_store.replica, incarnation, random.random),
         )
     except BaseException:
         store.close()
+        strong_store.close()
         raise
     identity = Identity(credentials.token(NODE_TENANT), incarnation)
-    process = _Process(machine, store, blocks, options, identity, dial, stop, clock)
+    process = _Process(machine, store, strong_store, blocks, options, identity, dial, stop, clock)
     service = BlockService(blocks, clock, region=region, epoch=process.epoch)
     server = DataServer(
         ShardService(machine, process.runtime, service),
@@ -146,6 +162,14 @@ async def run_shard(
         raise ShardStopped(process.reason)
 
 
+def _open_strong(options: ShardOptions) -> RecordStore:
+    """Every write is synced, whatever the policy for the rest: a promise or vote that a power cut takes back
+    could undo what a majority has decided."""
+    return RecordStore(
+        options.directory / "strong", fsync="always", database="strong", map_bytes_max=options.map_bytes_max
+    )
+
+
 class _Process:
     """The parts of a running shard and what goes on beside requests."""
 
@@ -153,6 +177,7 @@ class _Process:
         self,
         machine: Shard,
         store: RecordStore,
+        strong_store: RecordStore,
         blocks: BlockStore,
         options: ShardOptions,
         identity: Identity,
@@ -179,7 +204,9 @@ class _Process:
             on_stop=self._end,
         )
         self._commits = Commits(store, self.runtime.deliver, self._end, clock)
+        self._strong_commits = Commits(strong_store, self.runtime.deliver, self._end, clock)
         self._tasks = [asyncio.create_task(self._follow_wall())]
+        self.runtime.deliver(Tick())  # the machine reads its membership and begins to repair
         if options.fsync == "interval":
             self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
 
@@ -194,6 +221,8 @@ class _Process:
             ring=self._ring,
             adopt=self._adopt,
             counts=self._machine.counts,
+            repair_counts=self._repair_counts,
+            strong_counts=self._machine.strong_counts,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -202,6 +231,11 @@ class _Process:
 
     def epoch(self) -> int:
         return self._machine.ring.epoch
+
+    def _repair_counts(self) -> RepairCounts:
+        counts = self._machine.repair_counts()
+        assert counts is not None, "it was made with repair"
+        return counts
 
     def _ring(self) -> RingMap:
         return self._machine.ring.to_map()
@@ -224,10 +258,14 @@ class _Process:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
-        await self._commits.close()
+        try:
+            await self._commits.close()
+        finally:
+            await self._strong_commits.close()
 
     def _perform(self, effect: Effect) -> None:
-        self._commits.perform(effect)
+        strong = isinstance(effect, Load | Persist | Scan) and effect.database == "strong"
+        (self._strong_commits if strong else self._commits).perform(effect)
 
     def _end(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -26,14 +26,16 @@ credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
   their digest. Replication names stored keys and is accepted from the cluster's own nodes only.
 
-Where later parts take hold: :meth:`Shard._missed` (a replica that did not acknowledge: hinted handoff),
-``Lines.change`` with a merge (read repair and anti-entropy are merges like replication), :meth:`Shard._adopt`
-(migration).
+* **Repair.**  A replica that did not acknowledge is hinted at (:meth:`Shard._missed`), and neighbours are
+compared
+  now and then; see ``l3_shard.repair``.  All of it ends in merges like replication.
+
+Where later parts take hold: :meth:`Shard._adopt` (migration).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -47,8 +49,10 @@ from kvcomm.wire.messages import (
     VALUE_BYTES_MAX,
     Done,
     Failure,
+    LeafGet,
     Message,
     RecordFetch,
+    RecordForget,
     RecordGet,
     RecordKeys,
     RecordPut,
@@ -59,17 +63,32 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingGet,
     RingMap,
+    StrongAccept,
+    StrongChange,
+    StrongEnter,
+    StrongOrder,
+    StrongPrepare,
+    StrongRead,
+    TreeGet,
 )
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
+from l3_shard.notes import Notes
+from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
+from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
-from l3_shard.storage import Loaded, Persisted, Scan, Scanned
+from l3_shard.storage import Loaded, Persisted, Scan, Scanned, Surveyed
+from l3_shard.strong import Strong, StrongCounts, StrongIdentity
+from l3_shard.timers import Timers
+from l3_shard.tombstones import dead_since
 from l3_shard.writing import Draft, Writing
 
 TENANT_BYTES = 16
+CHANGES_MAX = 8
+"""Strong changes of one request: each may be answered with a value of ``VALUE_BYTES_MAX``."""
 RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
 RECOVER_KEYS_MAX = 8
@@ -178,6 +197,9 @@ class Shard:
         ring_map: the map to start with; ``node`` need not be in it.
         node_tenant: tenant digest of the cluster's own processes.
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
+        repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
+        notes: what the store kept beside the records.
+        strong: who the shard is for strong records; ``None`` = it keeps none.
 
     Raises:
         RingError: the map contradicts itself.
@@ -192,6 +214,9 @@ class Shard:
         node_tenant: bytes,
         origin_ms: int,
         limits: ShardLimits | None = None,
+        repair: RepairOptions | None = None,
+        notes: Mapping[bytes, bytes] | None = None,
+        strong: StrongIdentity | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -202,14 +227,45 @@ class Shard:
         self._limits = limits or ShardLimits()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
-        self._lines = Lines(self._limits.changes_max, tickets, self._limits.recent_bytes_max)
+        self._lines = Lines(
+            self._limits.changes_max,
+            tickets,
+            self._limits.recent_bytes_max,
+            empty=dvv.EMPTY,
+            value_bytes=dvv.value_bytes,
+        )
         self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
+        self._strong: Strong | None = None
+        if strong is not None:
+            self._strong = Strong(
+                node, strong, self._desk, tickets, ring=lambda: self.ring, refused=self._refused
+            )
         self._scans: dict[Ticket, _Scan] = {}
-        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int]] = {}  # of this ring
+        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
+        self._timers = Timers(tickets)
+        self._notes = Notes(self._desk)
+        self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._stopped = False
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
+
+    def _make_repair(self, options: RepairOptions, notes: Mapping[bytes, bytes]) -> Repair:
+        return Repair(
+            self.node,
+            options,
+            self._desk,
+            self._lines,
+            self._notes,
+            self._timers,
+            ring=lambda: self.ring,
+            replicas=self._replicas_if_ours,
+            wall_ms=self._wall_ms,
+            refused=self._refused,
+            last_counter=self._last_counter,
+            caught_up=self._plans.clear,
+            stored=notes,
+        )
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide.  After a failed write to the disk the shard orders its end and does nothing more."""
@@ -221,6 +277,8 @@ class Shard:
                 self._received(event.origin, event.message)
             case Answered():
                 self._desk.answered(event)
+            case Loaded() | Persisted() | Scanned() if self._strong is not None and self._strong.took(event):
+                pass
             case Loaded():
                 self._loaded(event)
             case Persisted(outcome="failed"):
@@ -229,7 +287,10 @@ class Shard:
                     Stop(f"shard {self.node}: the disk failed, what was written is unknown: {event.text}")
                 ]
             case Persisted():
-                self._lines.persisted(event)
+                self._persisted(event)
+            case Surveyed():
+                assert self._background is not None, "nobody else orders surveys"
+                self._background.forest.surveyed(event)
             case Scanned():
                 self._scanned(event)
             case RingChanged():
@@ -237,18 +298,41 @@ class Shard:
             case WallAdjusted():
                 self._origin_ms = event.origin_ms
         self._desk.expire()
+        self._timers.run(now)
         return self._flush()
 
     def deadline(self) -> float | None:
-        return None if self._stopped else self._desk.deadline()
+        if self._stopped:
+            return None
+        waits = [self._desk.deadline(), self._timers.deadline()]
+        if self._strong is not None:
+            waits.append(self._strong.deadline())
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _flush(self) -> list[Effect]:
         """Collect what was ordered; a change that came to nothing is done here and may order more."""
         effects = self._desk.take()
-        while self._lines.pending:
+        while self._pending():
             effects += self._lines.flush(self.replica)
+            if self._strong is not None:
+                effects += self._strong.flush()
         self._writing.flush()
+        self._notes.flush(self.replica)
         return effects + self._desk.take()
+
+    def _persisted(self, event: Persisted) -> None:
+        if self._notes.persisted(event):
+            return
+        keys = self._lines.persisted(event)
+        if self._background is not None:
+            for key in keys:
+                self._background.forest.mark(key)
+
+    def _pending(self) -> bool:
+        if self._strong is None:
+            return self._lines.pending
+        self._strong.wake()
+        return self._lines.pending or self._strong.pending
 
     # -- requests
 
@@ -265,6 +349,17 @@ class Shard:
                     self._replicate(origin, message)
                 case RecordFetch():
                     self._fetch(origin, message)
+                case TreeGet() | LeafGet() | RecordForget():
+                    self._serve_repair(origin, message)
+                case StrongRead():
+                    self._strong_read(origin, message)
+                case StrongChange():
+                    self._strong_change(origin, message)
+                case StrongPrepare() | StrongAccept():
+                    self._strong_vote(origin, message)
+                case StrongEnter():
+                    self._check_peer(origin, message.epoch, ())
+                    self._strong_records().enter(origin, message)
                 case RingGet() if self.ring.epoch == NO_RING.epoch:
                     raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
@@ -302,14 +397,18 @@ class Shard:
             plan = self._plans[replicas] = self._plan(self._replicas(key))
         return Query(tenant + key, *plan)
 
-    def _plan(self, replicas: tuple[str, ...]) -> tuple[tuple[str, ...], int, int]:
+    def _plan(self, replicas: tuple[str, ...]) -> tuple[tuple[str, ...], int, int, bool]:
         """The rest of a query: there are few lists of replicas and many keys."""
         ring, copies = self.ring.to_map(), len(replicas)
         wide = copies - min(ring.write_quorum, copies) + 1
         need = min(ring.read_quorum, copies)
         if replicas[0] != self.node:
             need = max(need, wide)
-        return self._beside(replicas), need, wide
+        return self._beside(replicas), need, wide, self._caught_up
+
+    @property
+    def _caught_up(self) -> bool:
+        return self._background is None or self._background.caught_up
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
         if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
@@ -397,10 +496,10 @@ class Shard:
         for index, key in enumerate(message.keys):
             self._lines.read(key, partial(self._fetched, fetch, index))
 
-    def _fetched(self, fetch: _Fetch, index: int, local: Local) -> None:
+    def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""
         fetch.states[index] = local.state if local.state.context else None
-        fetch.incomplete |= local.damaged or bool(local.failure)
+        fetch.incomplete |= local.damaged or bool(local.failure) or not self._caught_up
         fetch.open_count -= 1
         if fetch.open_count or not fetch.request.open:
             return
@@ -410,10 +509,42 @@ class Shard:
         else:
             self._desk.close(fetch.request, RecordStates(fetch.states, fetch.incomplete))
 
+    def _serve_repair(self, origin: Origin, message: TreeGet | LeafGet | RecordForget) -> None:
+        """What a neighbour asks while it repairs."""
+        self._check_peer(origin, message.epoch, message.keys if isinstance(message, RecordForget) else ())
+        if self._background is None:
+            raise Refused(f"{self.node} does not repair")
+        if message.epoch > self.ring.epoch:  # our trees are of another placement, perhaps
+            self._check_epoch(message.epoch)
+        match message:
+            case TreeGet():
+                self._background.tree_get(origin, message)
+            case LeafGet():
+                self._background.leaf_get(origin, message)
+            case RecordForget():
+                self._forget(self._background, origin, message)
+
+    def _forget(self, background: Repair, origin: Origin, message: RecordForget) -> None:
+        states = [dvv.checked(state) for state in message.states]
+        if not states or len(message.keys) != len(states) or not all(map(dead_since, states)):
+            raise Refused("only tombstones are removed, one a key")
+        request = self._desk.open(origin, len(states))
+        request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
+
+        def done(count: int) -> None:
+            if request.open:
+                self._desk.close(request, Done())
+
+        background.forget(message.keys, states, done)
+
+    def _replicas_if_ours(self, key: bytes) -> tuple[str, ...]:
+        """The replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
+        replicas = self.ring.replicas(key[TENANT_BYTES:])
+        return replicas if self.node in replicas else ()
+
     def _place(self, key: bytes) -> tuple[int, tuple[str, ...]]:
         """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
-        replicas = self.ring.replicas(key[TENANT_BYTES:])
-        return self.ring.epoch, self._beside(replicas) if self.node in replicas else ()
+        return self.ring.epoch, self._beside(self._replicas_if_ours(key))
 
     def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
@@ -429,7 +560,9 @@ class Shard:
     def _missed(self, node: str, keys: Sequence[bytes], answer: Message) -> None:
         """``node`` did not acknowledge ``keys``."""
         self._missed_count += len(keys)
-        self._refused(answer)
+        self._refused(answer)  # first: by a newer ring it may not be a replica any more
+        if self._background is not None:
+            self._background.missed(node, keys)
 
     def _refused(self, answer: Message) -> None:
         """A peer that is ahead of us sends its map along."""
@@ -439,18 +572,69 @@ class Shard:
             except Corrupt:
                 self._stale_map_count += 1
 
+    # -- strong records
+
+    def _strong_records(self) -> Strong:
+        if self._strong is None:
+            raise Refused(f"{self.node} was started without strong records")
+        return self._strong
+
+    def _strong_read(self, origin: Origin, message: StrongRead) -> None:
+        self._check_epoch(message.epoch)
+        for key in _checked_keys(message.keys):
+            self._replicas(key)
+        orders = [StrongOrder(origin.tenant + key, READ) for key in message.keys]
+        self._strong_run(origin, orders)
+
+    def _strong_change(self, origin: Origin, message: StrongChange) -> None:
+        self._check_epoch(message.epoch)
+        if len(message.changes) > CHANGES_MAX:
+            raise TooLarge(f"a request has at most {CHANGES_MAX} changes, got {len(message.changes)}")
+        _checked_keys([order.key for order in message.changes])
+        for order in message.changes:
+            self._replicas(order.key)
+            if order.op not in OPS:
+                raise Refused(f"a change is one of {', '.join(OPS)}, got {order.op!r}")
+            if order.value is not None and len(order.value) > VALUE_BYTES_MAX:
+                raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
+            if order.op == "put" and order.value is None:
+                raise Refused("a put without a value; delete says what you mean")
+        orders = [
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            for order in message.changes
+        ]
+        self._strong_run(origin, orders)
+
+    def _strong_run(self, origin: Origin, orders: Sequence[StrongOrder]) -> None:
+        strong = self._strong_records()
+        if not orders:
+            raise Refused("a request names at least one record")
+        strong.run(origin, orders)
+
+    def _strong_vote(self, origin: Origin, message: StrongPrepare | StrongAccept) -> None:
+        """Votes are for the settled owners too, which need not own the record by the newest map."""
+        self._check_peer(origin, message.epoch, ())
+        _checked_keys([message.key], TENANT_BYTES)
+        strong = self._strong_records()
+        if message.epoch <= self.ring.epoch and not strong.owned(message.key):
+            raise Refused(f"epoch {self.ring.epoch}: {self.node} is no owner of this record")
+        strong.vote(origin, message)
+
     # -- what changes give and take
 
     def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
         """Give a write its dot and stamp."""
+        floor = 0 if self._background is None else self._background.floor
         try:
-            return dvv.put(state, self.replica, self._stamp(state), draft.value, draft.context, draft.own)
+            return dvv.put(
+                state, self.replica, self._stamp(state), draft.value, draft.context, draft.own, floor
+            )
         except KVCommError:
             self._conflict_count += 1
             raise
 
     def _stamp(self, state: RecordState) -> Stamp:
-        wall_ms = self._origin_ms + int(self._desk.now * 1_000)
+        wall_ms = self._wall_ms()
         for sibling in state.siblings:
             try:
                 self._clock.observe(Stamp(sibling.hlc), wall_ms)
@@ -458,7 +642,14 @@ class Shard:
                 self._drift_count += 1
         return self._clock.tick(wall_ms)
 
-    def _loaded(self, event: Loaded) -> None:
+    def _wall_ms(self) -> int:
+        return self._origin_ms + int(self._desk.now * 1_000)
+
+    def _last_counter(self, states: Sequence[RecordState]) -> int:
+        """The largest that this replica gave out in any of ``states``."""
+        return max((state.context.get(self.replica, 0) for state in states), default=0)
+
+    def _loaded(self, event: Loaded[RecordState]) -> None:
         """A damaged record is a lost counter: from here on our writes carry the next id (before any is
         applied).  Once for each: a record that nobody can repair must not use up an id with every look at it.
         """
@@ -504,6 +695,10 @@ class Shard:
             self._stale_map_count += 1
         else:
             self._plans.clear()
+            if self._background is not None:
+                self._background.placed()
+            if self._strong is not None:
+                self._strong.ring_changed()
 
     # -- scans
 
@@ -560,16 +755,29 @@ class Shard:
             self._drift_count,
         )
 
+    def repair_counts(self) -> RepairCounts | None:
+        """Of the background repair, if there is one."""
+        return None if self._background is None else self._background.counts()
+
+    def strong_counts(self) -> StrongCounts:
+        """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
+        return self._strong_records().counts()
+
     def check(self) -> None:
         """Assert every invariant."""
         self._desk.check()
         self._lines.check()
+        if self._background is not None:
+            self._background.check()
+        if self._strong is not None:
+            self._strong.check()
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key`` (tenant digest included), for a person."""
         owners = self.ring.replicas(key[TENANT_BYTES:])
         place = f"epoch {self.ring.epoch}, owners {owners}"
-        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}"
+        strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
+        return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
 
 
 def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:

@@ -6,10 +6,17 @@ The shell performs them against ``l3_shard.store``; a simulator delays, loses an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, TypeVar
 
+from kvcomm.clock import Stamp
 from kvcomm.machine import Effect, Event, Ticket
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
+
+Database = Literal["records", "strong"]
+"""``records`` is as durable as the fsync policy says; every write to ``strong`` is synced."""
+State = RecordState | StrongState
+"""What they hold, in this order."""
+S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +25,13 @@ class Load(Effect):
 
     ticket: Ticket
     keys: tuple[bytes, ...]
+    database: Database = "records"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Event):
+class Loaded(Event, Generic[S]):
     ticket: Ticket
-    states: tuple[RecordState | None, ...]
+    states: tuple[S | None, ...]
     """In the order of the keys; ``None`` = no such record, or a damaged one."""
     damaged: tuple[bytes, ...] = ()
     """Keys whose bytes failed verification."""
@@ -32,15 +40,20 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Persist(Effect):
+class Persist(Effect, Generic[S]):
     """Write records, all or nothing, and the replica id with them; answered by :class:`Persisted`.
 
     A machine never has two of them in flight for one key, so their order among each other is free.
     """
 
     ticket: Ticket
-    writes: tuple[tuple[bytes, RecordState], ...]
+    writes: tuple[tuple[bytes, S], ...]
+    """A state with an empty context removes the record."""
     replica: str
+    """Of the strong database: its member id."""
+    database: Database = "records"
+    notes: tuple[tuple[bytes, bytes | None], ...] = ()
+    """Small facts beside the records, see ``l3_shard.notes``; ``None`` removes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,34 @@ class Persisted(Event):
     text: str = ""
 
 
+class Entry(NamedTuple):
+    """A record as the store's index knows it, without reading the record."""
+
+    key: bytes
+    digest: int
+    """``merkle.state_digest`` of its durable state."""
+    dead_since: Stamp
+    """The latest tombstone's stamp where nothing but tombstones is left; 0 = it has a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey(Effect):
+    """List all records of some leaves of the Merkle tree; answered by :class:`Surveyed`, and not before other
+    events had their turn: surveys come in long rows."""
+
+    ticket: Ticket
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed(Event):
+    ticket: Ticket
+    leaves: tuple[tuple[Entry, ...], ...]
+    """In the order of the question; the entries of a leaf in order of their keys."""
+    failure: str = ""
+    """Not empty: nothing could be read, and why; ``leaves`` is empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scan(Effect):
     """List living records in key order; answered by :class:`Scanned`."""
@@ -61,6 +102,8 @@ class Scan(Effect):
     after: bytes
     """Only keys above this one."""
     limit: int
+    database: Database = "records"
+    """Of the strong one all records are listed, deleted ones too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Layout of the directory::
 
-    data.mdb, lock.mdb    LMDB: database "records" (stored key -> value), database "meta" (the replica id)
+    data.mdb, lock.mdb    LMDB: databases "records" (stored key -> value), "index" (leaf of the Merkle tree
+                          and key -> digest), "meta" (the replica id), "notes" (see l3_shard.notes)
     owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether it
     closed lock                  held with flock while a process owns the directory data.mdb.suspect      a
     database that a power cut may have damaged, set aside (one at most)
@@ -40,19 +41,23 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import lmdb
 import msgspec
 from xxhash import xxh3_64
 
+from kvcomm.clock import Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
 from l3_shard import dvv
+from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
+from l3_shard.storage import Database, Entry, State
+from l3_shard.tombstones import dead_since
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -66,6 +71,8 @@ WRITE_BYTES = 32 << 10
 """Pages that one write may touch on its way to the root."""
 
 _HEAD = struct.Struct("<BB6xQ")
+_ENTRY = struct.Struct("<QQ")
+"""Of the index: digest, stamp since which the record is dead."""
 _VERSION = 1
 _ALIVE = 1
 _REPLICA = b"replica"
@@ -73,7 +80,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_decoder = msgspec.msgpack.Decoder(RecordState)
+_decoders: dict[Database, msgspec.msgpack.Decoder[State]] = {
+    "records": msgspec.msgpack.Decoder(RecordState),
+    "strong": msgspec.msgpack.Decoder(StrongState),
+}
 
 
 class DiskFull(Unavailable):
@@ -97,14 +107,17 @@ class _Owner(msgspec.Struct, frozen=True):
     closed: bool
 
 
-def encode_value(key: bytes, state: RecordState) -> bytes:
+def encode_value(key: bytes, state: State) -> bytes:
     """The stored form of a record."""
-    body = msgspec.msgpack.encode(state)
-    flags = _ALIVE if dvv.alive(state) else 0
+    return _encoded(key, state, msgspec.msgpack.encode(state))
+
+
+def _encoded(key: bytes, state: State, body: bytes) -> bytes:
+    flags = _ALIVE if isinstance(state, StrongState) or dvv.alive(state) else 0
     return _HEAD.pack(_VERSION, flags, _checksum(flags, key, body)) + body
 
 
-def decode_value(key: bytes, value: bytes) -> RecordState:
+def decode_value(key: bytes, value: bytes, database: Database = "records") -> State:
     """The inverse of :func:`encode_value`.
 
     Raises:
@@ -116,7 +129,7 @@ def decode_value(key: bytes, value: bytes) -> RecordState:
     body = value[_HEAD.size :]
     if version != _VERSION or checksum != _checksum(flags, key, body):
         raise Corrupt("a stored record does not match its checksum")
-    return _decoder.decode(body)
+    return _decoders[database].decode(body)
 
 
 def _checksum(flags: int, key: bytes, body: bytes) -> int:
@@ -137,6 +150,8 @@ class RecordStore:
     Args:
         directory: made if missing; owned by this store until :meth:`close`.
         fsync: see the module.
+        database: which kind of state it holds.  ``strong`` has its own directory, so that no policy but
+            ``always`` ever touches its file, and lists deleted records like others.
         map_bytes_max: the database may grow to this size; then writes raise ``DiskFull``.
         draw: makes the random part of a new replica id.
         boot: names the machine's current boot; a process crash and a power cut are told apart by it.
@@ -152,6 +167,7 @@ class RecordStore:
         directory: Path,
         *,
         fsync: Fsync = "always",
+        database: Database = "records",
         map_bytes_max: int = 1 << 40,
         draw: Callable[[], str] = lambda: secrets.token_hex(8),
         boot: str | None = None,
@@ -160,7 +176,7 @@ class RecordStore:
         self.fsync: Fsync = fsync
         self.damaged_count = 0
         """Records whose bytes failed verification, since start."""
-        self._directory = directory
+        self._directory, self._database = directory, database
         self._free_bytes = free_bytes
         self._map_bytes_max = max(map_bytes_max, MAP_BYTES_MIN)
         self._boot = _boot() if boot is None else boot
@@ -180,39 +196,46 @@ class RecordStore:
             os.close(self._lock)
             raise
 
-    def load(self, keys: Sequence[bytes]) -> tuple[list[RecordState | None], list[bytes]]:
+    def load(self, keys: Sequence[bytes]) -> tuple[list[State | None], list[bytes]]:
         """(states in the order of ``keys``, keys whose bytes failed verification).
 
         Raises:
             DiskFailed: the database cannot be read.
         """
-        states: list[RecordState | None] = []
+        states: list[State | None] = []
         damaged: list[bytes] = []
         with self._reading() as transaction:
             for key in keys:
                 value = transaction.get(key, db=self._records)
                 try:
-                    states.append(None if value is None else decode_value(key, bytes(value)))
+                    states.append(None if value is None else decode_value(key, bytes(value), self._database))
                 except (Corrupt, msgspec.DecodeError):
                     states.append(None)
                     damaged.append(key)
         self.damaged_count += len(damaged)
         return states, damaged
 
-    def write(self, writes: Sequence[tuple[bytes, RecordState]], replica: str) -> None:
-        """Write records and the replica id, all or nothing, durable as the policy says.
+    def write(
+        self,
+        writes: Sequence[tuple[bytes, State]],
+        replica: str,
+        notes: Sequence[tuple[bytes, bytes | None]] = (),
+    ) -> None:
+        """Write records, notes and the replica id, all or nothing, durable as the policy says.  A state with
+        an empty context, and a note that is ``None``, is removed.
 
         Raises:
             DiskFull: no room; nothing was written.
             DiskFailed: a write or sync failed; end the process.
         """
-        values = [(key, encode_value(key, state)) for key, state in writes]
-        self._check_room(sum(len(value) for _, value in values) + WRITE_BYTES * len(values))
+        rows = [_row(key, state) for key, state in writes]
+        size = sum(len(row.value or b"") for row in rows) + sum(len(value or b"") for _, value in notes)
+        self._check_room(size + WRITE_BYTES * (len(rows) + len(notes)))
         while True:
             try:
-                self._commit(values, replica)
+                self._commit(rows, replica, notes)
             except lmdb.MapFullError as error:
-                self._grow(sum(len(value) for _, value in values), error)
+                self._grow(size, error)
             except lmdb.Error as error:
                 raise _full_or_failed(error) from error
             else:
@@ -256,6 +279,24 @@ class RecordStore:
                     keys.append(key)
                 found = cursor.next()
         return keys, last
+
+    def survey(self, leaves: Sequence[int]) -> list[tuple[Entry, ...]]:
+        """All records of each of these leaves, from the index, in order of their keys.
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        with self._reading() as transaction, transaction.cursor(db=self._index) as cursor:
+            return [tuple(_entries(cursor, leaf.to_bytes(2, "big"))) for leaf in leaves]
+
+    def notes(self) -> Mapping[bytes, bytes]:
+        """All notes that were written.
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        with self._reading() as transaction, transaction.cursor(db=self._notes) as cursor:
+            return {bytes(note): bytes(value) for note, value in cursor}
 
     def record_count(self) -> int:
         """Records, tombstones included."""
@@ -301,7 +342,7 @@ class RecordStore:
         self._environment = lmdb.open(
             str(self._directory),
             map_size=max(MAP_BYTES_MIN, self._file_bytes()),
-            max_dbs=4,
+            max_dbs=8,
             max_readers=READERS_MAX,
             sync=self.fsync == "always",
             metasync=self.fsync == "always",
@@ -309,6 +350,25 @@ class RecordStore:
         )
         self._records = self._environment.open_db(b"records")
         self._meta = self._environment.open_db(b"meta")
+        self._notes = self._environment.open_db(b"notes")
+        self._index = self._environment.open_db(b"index")
+        self._build_index_if_missing()
+
+    def _build_index_if_missing(self) -> None:
+        """Of a database written before there was one.  Later both are written together."""
+        if self._database == "strong":
+            return
+        with self._reading() as transaction:
+            if transaction.stat(self._index)["entries"] == transaction.stat(self._records)["entries"]:
+                return
+        with self._environment.begin(write=True) as transaction:
+            transaction.drop(self._index, delete=False)
+            for key, value in transaction.cursor(db=self._records):
+                entry = _ENTRY.pack(0, 0)  # of a damaged one: it differs from every intact copy
+                with suppress(Corrupt, msgspec.DecodeError):
+                    row = _row(bytes(key), decode_value(bytes(key), bytes(value)))
+                    entry = row.entry or entry
+                transaction.put(_index_key(bytes(key)), entry, db=self._index)
 
     def _file_bytes(self) -> int:
         data = self._directory / "data.mdb"
@@ -320,7 +380,9 @@ class RecordStore:
         if stored is not None and intact:
             return bytes(stored).decode()
         replica = first_replica(draw())
-        self._commit([], replica)
+        with self._environment.begin(write=True) as transaction:
+            transaction.drop(self._notes, delete=False)  # they speak of another state
+        self._commit([], replica, ())
         self._environment.sync(True)
         return replica
 
@@ -346,10 +408,15 @@ class RecordStore:
             except lmdb.Error as error:
                 raise DiskFailed(f"the record database cannot be read: {error}") from error
 
-    def _commit(self, values: Sequence[tuple[bytes, bytes]], replica: str) -> None:
+    def _commit(
+        self, rows: Sequence[_Row], replica: str, notes: Sequence[tuple[bytes, bytes | None]]
+    ) -> None:
         with self._environment.begin(write=True) as transaction:
-            for key, value in values:
-                transaction.put(key, value, db=self._records)
+            for row in rows:
+                _put(transaction, self._records, row.key, row.value)
+                _put(transaction, self._index, row.index_key, row.entry)
+            for note, noted in notes:
+                _put(transaction, self._notes, note, noted)
             stored = transaction.get(_REPLICA, db=self._meta)
             newest = replica if stored is None else _newest(bytes(stored).decode(), replica)
             transaction.put(_REPLICA, newest.encode(), db=self._meta)
@@ -367,6 +434,48 @@ class RecordStore:
             if size >= self._map_bytes_max:
                 raise DiskFull(f"the record database has its largest size, {size} bytes: {error}") from error
             self._environment.set_mapsize(min(self._map_bytes_max, max(2 * size, size + 4 * need_bytes)))
+
+
+class _Row(NamedTuple):
+    """One record's write."""
+
+    key: bytes
+    value: bytes | None
+    index_key: bytes
+    entry: bytes | None
+    """In the index, where strong records have none: they are not compared."""
+
+
+def _row(key: bytes, state: State) -> _Row:
+    if isinstance(state, StrongState):
+        return _Row(key, encode_value(key, state), _index_key(key), None)
+    if not state.context:
+        return _Row(key, None, _index_key(key), None)
+    body = msgspec.msgpack.encode(state)
+    entry = _ENTRY.pack(encoded_digest(key, body), dead_since(state))
+    return _Row(key, _encoded(key, state, body), _index_key(key), entry)
+
+
+def _index_key(key: bytes) -> bytes:
+    return leaf_of(key).to_bytes(2, "big") + key
+
+
+def _put(transaction: lmdb.Transaction, database: Any, key: bytes, value: bytes | None) -> None:
+    if value is None:
+        transaction.delete(key, db=database)
+    else:
+        transaction.put(key, value, db=database)
+
+
+def _entries(cursor: lmdb.Cursor, leaf: bytes) -> Iterator[Entry]:
+    found = cursor.set_range(leaf)
+    while found:
+        key = bytes(cursor.key())
+        if not key.startswith(leaf):
+            return
+        digest, dead = _ENTRY.unpack(cursor.value())
+        yield Entry(key[2:], digest, Stamp(dead))
+        found = cursor.next()
 
 
 def _newest(stored: str, replica: str) -> str:

@@ -9,6 +9,7 @@ shard that failed is passed over for ``SHUN_S``.
   the next owner, and is a miss when there is none.
 * **Records** (``coordination``): the first owner that can be reached coordinates.  A write whose outcome is
   unknown is never sent again.
+* **Strong records** go the same way; their shards vote on every change (``strong``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingMap,
     RingNode,
+    StrongChange,
+    StrongOrder,
+    StrongOutcome,
+    StrongOutcomes,
+    StrongRead,
 )
 from l3_shard.coordination import Batch, Coordination
 from l3_shard.fetching import Fetching
@@ -191,6 +197,43 @@ class L3Tier:
         batch = Batch([write.key for write in writes], sizes, request, take)
         yield from Coordination(self._routes, batch).steps()
         return [versions[index] for index in range(len(writes))]
+
+    def strong_read(self, keys: Sequence[bytes]) -> Steps[list[StrongOutcome]]:
+        """See ``Registers.strong_read``: any owner coordinates, the first one as long as it answers."""
+
+        def request(epoch: int, indices: Sequence[int]) -> Message:
+            return StrongRead(epoch, [keys[index] for index in indices])
+
+        return (yield from self._strong(keys, [0] * len(keys), request))
+
+    def strong_change(self, orders: Sequence[StrongOrder]) -> Steps[list[StrongOutcome]]:
+        """See ``Registers.strong_change``.  One after the other: each may wait for its record's turn."""
+        outcomes: list[StrongOutcome] = []
+        for order in orders:
+
+            def request(epoch: int, indices: Sequence[int], order: StrongOrder = order) -> Message:
+                return StrongChange(epoch, [order])
+
+            size = len(order.key) + len(order.value or b"")
+            outcomes += yield from self._strong([order.key], [size], request)
+        return outcomes
+
+    def _strong(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        request: Callable[[int, Sequence[int]], Message],
+    ) -> Steps[list[StrongOutcome]]:
+        found: dict[int, StrongOutcome] = {}
+
+        def take(indices: Sequence[int], message: Message) -> bool:
+            if not isinstance(message, StrongOutcomes) or len(message.outcomes) != len(indices):
+                return False
+            found.update(zip(indices, message.outcomes, strict=True))
+            return True
+
+        yield from Coordination(self._routes, Batch(keys, sizes, request, take)).steps()
+        return [found[index] for index in range(len(keys))]
 
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted: what all shards together name.

@@ -93,7 +93,7 @@ class Writing:
     def __init__(
         self,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         accept: Accept,
         place: Callable[[bytes], tuple[int, tuple[str, ...]]],
         missed: Callable[[str, Sequence[bytes], Message], None],

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l3_shard.repair import RepairCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.strong import StrongCounts
 
 
 class NodeProcess:
@@ -134,13 +136,32 @@ class NodeProcess:
         for status, count in grant_counts.items():
             metrics.counter("kvcomm_reservations_total", status=status).advance_to(count)
 
-    def refresh_records(self, counts: ShardCounts, fsync_seconds: Histogram) -> None:
+    def refresh_records(self, counts: ShardCounts, repair: RepairCounts, fsync_seconds: Histogram) -> None:
         """The same for a shard's records."""
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
+        metrics.gauge("kvcomm_hints").set(repair.hint_count)
+        metrics.gauge("kvcomm_hint_bytes").set(repair.hint_bytes)
+        metrics.gauge("kvcomm_caught_up").set(repair.caught_up)
+        for name, label, outcomes in (
+            ("kvcomm_hints_total", "outcome", repair.hints),
+            ("kvcomm_comparisons_total", "outcome", repair.comparisons),
+            ("kvcomm_repaired_records_total", "direction", repair.records),
+        ):
+            for outcome, count in outcomes.items():
+                metrics.counter(name, **{label: outcome}).advance_to(count)
+        metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+
+    def refresh_strong(self, counts: StrongCounts) -> None:
+        """The same for its strong records."""
+        metrics, failures = self.metrics, "kvcomm_strong_failures_total"
+        metrics.gauge("kvcomm_strong_votes").set(int(counts.votes))
+        metrics.counter("kvcomm_strong_contended_rounds_total").advance_to(counts.contended_count)
+        metrics.counter(failures, outcome="unavailable").advance_to(counts.unavailable_count)
+        metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
 
 
 class StoreBackend:

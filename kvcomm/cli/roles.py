@@ -92,10 +92,11 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, block_region
     from l3_shard.desk import ShardLimits
+    from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
     from l3_shard.server import ShardOptions, run_shard
 
-    settings = process.settings
+    settings, cluster = process.settings, process.settings.cluster
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
     options = PoolOptions(settings.cache.l3_size_bytes, reservation_ttl_s=settings.cache.reservation_ttl_s)
@@ -111,7 +112,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
-                process.refresh_records(running.counts(), running.fsync_seconds)
+                process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
+                process.refresh_strong(running.strong_counts())
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)
@@ -130,6 +132,12 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                     settings.storage.fsync_interval_s,
                     limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
                     connect_timeout_s=settings.network.connect_timeout_s,
+                    repair=RepairOptions(
+                        cluster.repair_interval_s,
+                        cluster.hint_bytes,
+                        cluster.hint_age_s,
+                        cluster.tombstone_age_s,
+                    ),
                 ),
                 blocks=store,
                 stop=stop,

@@ -283,6 +283,48 @@ class RecordFetch(Message, frozen=True):
     keys: Many[bytes]
 
 
+class RecordForget(Message, frozen=True):
+    """Replica to replica: every replica has these tombstones, and they are old: remove each record whose
+    state is still exactly this one."""
+
+    epoch: int
+    keys: Many[bytes]
+    states: Many[RecordState]
+
+
+class TreeGet(Message, frozen=True):
+    """Replica to replica: the digests below some inner nodes of your Merkle tree over the records that both
+    of us keep (see ``l3_shard.merkle``)."""
+
+    epoch: int
+    node: str
+    """Who asks."""
+    depth: int
+    indices: Many[int]
+
+
+class TreeDigests(Message, frozen=True):
+    digests: Many[int]
+    """``FAN_OUT`` a node asked for, one after the other."""
+
+
+class LeafGet(Message, frozen=True):
+    """Replica to replica: which records do you have in these leaves of that tree?"""
+
+    epoch: int
+    node: str
+    leaves: Many[int]
+
+
+class LeafRecords(Message, frozen=True):
+    """All records of the first ``leaf_count`` leaves that were asked for: at least one, the rest did not
+    fit."""
+
+    leaf_count: int
+    keys: Many[bytes]
+    digests: Many[int]
+
+
 class RecordScan(Message, frozen=True):
     prefix: bytes
     after: bytes
@@ -327,9 +369,144 @@ class RingGet(Message, frozen=True):
     pass
 
 
+# -- strong records
+# ------------------------------------------------------------------------------------------------------
+
+
+Entries = Annotated[dict[str, int], msgspec.Meta(max_length=ITEMS_MAX)]
+"""Shard -> how often it has entered the acceptors with an empty state."""
+
+
+class StrongRegister(msgspec.Struct, frozen=True, array_like=True):
+    """What a strong record holds."""
+
+    versions: Many[bytes]
+    """Of its last changes, oldest first, bounded; the last one is the record's version.  Empty = never
+    changed."""
+    value: bytes | None
+    """``None`` = absent or deleted."""
+
+    @property
+    def version(self) -> bytes:
+        return self.versions[-1] if self.versions else b""
+
+
+class StrongState(msgspec.Struct, frozen=True, array_like=True):
+    """One acceptor's state of one record; ballots are the bytes of ``l3_shard.ballot``, empty = none yet."""
+
+    promised: bytes
+    accepted: bytes
+    register: StrongRegister
+    """What was accepted under ``accepted``."""
+    voted: bool
+    """Whether this acceptor accepted it itself; False = it was told after it had lost its state."""
+
+
+class StrongOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One change of one record."""
+
+    key: bytes
+    op: str
+    """``put``, ``cas`` (only if ``expected`` is the version) or ``delete``."""
+    expected: bytes = b""
+    """Of ``cas``; empty = there must be no value."""
+    value: bytes | None = None
+    """``None`` in a ``cas`` deletes."""
+
+
+class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one change or read."""
+
+    code: str
+    """Empty = done; else an error's code: ``conflict`` (not done, and ``version`` and ``value`` are what the
+    record had instead), ``unavailable`` (not done), ``outcome_unknown``, ``refused`` (not done)."""
+    version: bytes
+    value: bytes | None
+    text: str = ""
+
+
+class StrongRead(Message, frozen=True):
+    epoch: int
+    keys: Many[bytes]
+
+
+class StrongChange(Message, frozen=True):
+    idempotent: ClassVar[bool] = False
+
+    epoch: int
+    changes: Many[StrongOrder]
+
+
+class StrongOutcomes(Message, frozen=True):
+    """One a key or change, in their order."""
+
+    outcomes: Many[StrongOutcome]
+
+
+class StrongPrepare(Message, frozen=True):
+    """Shard to shard: promise this ballot.  Idempotent: a ballot belongs to one proposer and one round."""
+
+    epoch: int
+    key: bytes
+    ballot: bytes
+    """Empty = promise nothing, only tell."""
+
+
+class StrongPromised(Message, frozen=True):
+    granted: bool
+    state: StrongState
+    """After the promise; of a refusal, its ``promised`` is the ballot that stood in the way."""
+    entry: int
+    """How often the acceptor has entered the group with an empty state, its first time included."""
+    entries: Entries
+    """Entries of other acceptors that this one knows of."""
+
+
+class StrongAccept(Message, frozen=True):
+    """Shard to shard: accept under this ballot.  Idempotent: one register a ballot."""
+
+    epoch: int
+    key: bytes
+    ballot: bytes
+    register: StrongRegister
+    following: bytes
+    """Ballot to promise at once for the proposer's next change, or empty."""
+
+
+class StrongAccepted(Message, frozen=True):
+    granted: bool
+    promised: bytes
+    entry: int
+    entries: Entries
+
+
+class StrongEnter(Message, frozen=True):
+    """Shard to shard: I have no state; note my entry, then tell me what you have of the records I own."""
+
+    epoch: int
+    node: str
+    entry: int
+    """0 = note nothing and list nothing, only tell which entries you know of."""
+    after: bytes
+
+
+class StrongListed(Message, frozen=True):
+    entries: Entries
+    """Entries that the answering shard has noted, its own included."""
+    settled: RingMap | None
+    """The map whose owners every quorum includes; ``None`` = the answering shard has no state to speak of
+    either, and its answer counts for nothing."""
+    keys: Many[bytes]
+    states: Many[StrongState]
+    resume: bytes | None
+    """Where to go on (``after``); ``None`` = that was all."""
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
     BlockStored, BlockSuspect, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions,
-    RecordReplicate, RecordFetch, RecordScan, RecordKeys, RingMap, RingGet,
+    RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
+    RecordKeys, RingMap, RingGet, StrongRead, StrongChange,
+    StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
 )  # fmt: skip

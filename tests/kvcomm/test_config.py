@@ -106,7 +106,7 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.reservation_ttl", "0s", "no time at all"),
         ("cache.l1_negative_entries", "many", "a whole number"),
         ("cache.l1_negative_entries", -1, "at least 0"),
-        ("cache.l3_consistency", "strong", "not available in this version"),
+        ("cache.l3_consistency", "strong", "kv.strong"),
         ("cache.l3_consistency", "stronk", "expected one of eventual"),
         ("network.zero_copy_threshold", "15%", "expected bytes"),
         ("network.transports", [], "a list without repetition"),
@@ -121,6 +121,9 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cluster.write_quorum", 4, "cluster.replicas is 3"),
         ("cluster.read_quorum", 4, "cluster.replicas is 3"),
         ("cluster.block_copies", 4, "cluster.shards is 3"),
+        ("cluster.hint_age", "24h", "hints must be given up first"),
+        ("cluster.hint_bytes", "1%", "expected bytes"),
+        ("cluster.repair_interval", "0s", "no time at all"),
         ("cache.l2_pin_budget", RAM, "but cache.l2_size is"),
         ("storage.fsync", False, "expected one of always, interval, never"),
         ("storage.directory", 3, "expected text"),
@@ -218,8 +221,8 @@ def test_every_setting_says_its_consequence_and_has_its_unit_last() -> None:
             if each.metadata["setting"] is declared
         )
         if written.endswith(("%", "B")):
-            assert attribute == f"{declared.key}_bytes"
-        elif written[:1].isdigit() and written.endswith("s"):
+            assert attribute == f"{declared.key.removesuffix('_bytes')}_bytes"
+        elif written[:1].isdigit() and written.endswith(("s", "m", "h")):
             assert attribute == f"{declared.key}_s"
         else:
             assert attribute == declared.key

@@ -18,7 +18,9 @@ from kvcomm.wire.messages import (
     Failure,
     Grant,
     Hello,
+    LeafRecords,
     Message,
+    RecordForget,
     RecordPut,
     RecordReplicate,
     RecordState,
@@ -29,11 +31,23 @@ from kvcomm.wire.messages import (
     RingMap,
     RingNode,
     Sibling,
+    StrongAccept,
+    StrongChange,
+    StrongListed,
+    StrongOrder,
+    StrongOutcome,
+    StrongOutcomes,
+    StrongPromised,
+    StrongRegister,
+    StrongState,
+    TreeDigests,
+    TreeGet,
     Want,
     Welcome,
 )
 
 STATE = RecordState({"r1": 3, "r2": 1}, [Sibling("r1", 3, 1 << 60, b"value"), Sibling("r2", 1, 0, None)])
+STRONG = StrongState(b"ballot", b"ballot", StrongRegister([b"version"], b"value"), True)
 NODE = RingNode("n1", "tcp://h:1", "unix:///run/n1", "h:2", "rack-a", 2)
 EXAMPLES: list[Message] = [
     Hello(1, "t:ab", (1 << 64) - 1, bytes(32)),
@@ -47,7 +61,16 @@ EXAMPLES: list[Message] = [
     RecordPut(1, [RecordWrite(b"k", None, {"r": 1}), RecordWrite(b"l", b"", {})]),
     RecordVersions([RecordVersion("r", 1, {"r": 1}, 2)]),
     RecordReplicate(1, [b"k"], [STATE]),
+    RecordForget(1, [b"k"], [STATE]),
+    TreeGet(1, "n", 2, [0, 255]),
+    TreeDigests([0, (1 << 64) - 1]),
+    LeafRecords(1, [b"k"], [(1 << 64) - 1]),
     RingMap(4, 3, 2, 1, 1, [NODE], [NODE]),
+    StrongChange(1, [StrongOrder(b"k", "cas", b"version", b"v"), StrongOrder(b"k", "delete")]),
+    StrongOutcomes([StrongOutcome("", b"version", None), StrongOutcome("conflict", b"", b"v", "text")]),
+    StrongPromised(True, STRONG, 1, {"a": 2}),
+    StrongAccept(1, b"k", b"ballot", STRONG.register, b""),
+    StrongListed({"a": 1}, RingMap(4, 3, 2, 1, 1, [NODE], [NODE]), [b"k"], [STRONG], b"k"),
 ]
 
 
@@ -100,9 +123,9 @@ def test_messages_are_tagged_arrays_without_field_names() -> None:
     assert msgspec.msgpack.decode(body) == ["BlockGet", 1, [b"k"]]
 
 
-def test_only_a_record_put_must_not_be_repeated() -> None:
+def test_only_puts_and_changes_must_not_be_repeated() -> None:
     """A retry is decided by this flag: a new message with an effect that adds up must say so."""
-    assert [cls.__name__ for cls in MESSAGES if not cls.idempotent] == ["RecordPut"]
+    assert [cls.__name__ for cls in MESSAGES if not cls.idempotent] == ["RecordPut", "StrongChange"]
 
 
 def test_structs_inside_messages_are_arrays_too() -> None:

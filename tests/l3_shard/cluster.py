@@ -2,17 +2,19 @@
 
 Messages are delayed, overtake each other and get lost, in either direction, and those that may be are
 doubled; disks take time and are full at times; nodes crash (keeping what was durable), stay down, stand still
-(and then do all that has come meanwhile), lose their disk (coming back under a new replica id), or find a
-record damaged; maps of the same nodes reach them one by one.  Every machine checks its invariants after every
-event.
+(and then do all that has come meanwhile), lose their disk (coming back under a new replica id), find a record
+damaged, or are away for a while; maps of the same nodes reach them one by one.  Every machine checks its
+invariants after every event.
 """
 
 import heapq
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 from kvcomm.machine import (
     Answered,
@@ -30,10 +32,13 @@ from kvcomm.machine import (
 from kvcomm.wire.messages import Failure, Message, RecordGet, RecordReplicate, RecordState, RingMap, RingNode
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
+from l3_shard.merkle import leaf_of, state_digest
+from l3_shard.repair import RepairOptions
 from l3_shard.replica import first_replica, later
 from l3_shard.ring import Ring
 from l3_shard.shard import RingChanged, Shard
-from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
+from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
+from l3_shard.tombstones import dead_since
 
 NODE_TENANT = b"N" * 16
 TENANT = b"T" * 16
@@ -51,11 +56,26 @@ class Disk:
     replica: str
     records: dict[bytes, RecordState] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
+    notes: dict[bytes, bytes] = field(default_factory=dict)
+    removed_count: int = 0
 
     def write(self, persist: Persist) -> None:
-        self.records.update(persist.writes)
+        _update(self.records, [(key, state if state.context else None) for key, state in persist.writes])
+        _update(self.notes, persist.notes)
+        self.removed_count += sum(not state.context for _, state in persist.writes)
         self.replica = later(self.replica, persist.replica)
         self.damaged.difference_update(key for key, _ in persist.writes)
+
+
+T = TypeVar("T")
+
+
+def _update(held: dict[bytes, T], changes: Iterable[tuple[bytes, T | None]]) -> None:
+    for key, value in changes:
+        if value is None:
+            held.pop(key, None)
+        else:
+            held[key] = value
 
 
 @dataclass
@@ -79,8 +99,12 @@ class Cluster:
         faults: Faults | None = None,
         limits: ShardLimits | None = None,
         make: Callable[..., Shard] = Shard,
+        repair: RepairOptions | None = None,
         **quorums: int,
     ) -> None:
+        self.repair = repair
+        self.away: set[str] = set()
+        """Nodes that no message reaches or leaves."""
         self._make = make
         self._down: set[str] = set()
         self._paused_until = dict.fromkeys(names, 0.0)
@@ -95,6 +119,7 @@ class Cluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._requests: dict[tuple[str, int], Callable[[Message], None]] = {}
         self._lives = dict.fromkeys(names, 0)
+        self._ticks: dict[tuple[str, int], float] = {}  # (node, life) -> when its next tick comes
         self._writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._drawn = count()
         self.disks = {name: Disk(self._new_replica()) for name in names}
@@ -208,7 +233,10 @@ class Cluster:
             node_tenant=NODE_TENANT,
             origin_ms=1_700_000_000_000,
             limits=self.limits,
+            repair=self.repair,
+            notes=dict(self.disks[name].notes),
         )
+        self.after(0.0, partial(self._deliver, name, self._lives[name], Tick()))
 
     def _deliver(self, node: str, life: int, event: Event) -> None:
         if life != self._lives[node] or node in self._down:
@@ -221,8 +249,19 @@ class Cluster:
         shard.check()
         for effect in effects:
             self._perform(node, effect)
-        if (deadline := shard.deadline()) is not None and not isinstance(event, Tick):
-            self.after(max(0.0, deadline - self.now), lambda: self._deliver(node, life, Tick()))
+        self._arm(node, life, shard.deadline())
+
+    def _arm(self, node: str, life: int, deadline: float | None) -> None:
+        if deadline is None or self._ticks.get((node, life), math.inf) <= deadline:
+            return
+        self._ticks[node, life] = when = max(self.now, deadline)
+
+        def tick() -> None:
+            if self._ticks.get((node, life)) == when:
+                del self._ticks[node, life]
+                self._deliver(node, life, Tick())
+
+        self.after(when - self.now, tick)
 
     def _perform(self, node: str, effect: Effect) -> None:
         life = self._lives[node]
@@ -235,13 +274,21 @@ class Cluster:
                     self._deliver(node, life, Answered(ticket, answer))
 
                 self._request(
-                    peer, message, NODE_TENANT, answered, timeout_s=deadline - self.now, reliable=False
+                    peer,
+                    message,
+                    NODE_TENANT,
+                    answered,
+                    timeout_s=deadline - self.now,
+                    reliable=False,
+                    asker=node,
                 )
             case Load(ticket, keys):
                 self.after(self._disk_s(), lambda: self._load(node, life, ticket, keys))
             case Persist():
                 self._writing[node].append(effect)
                 self.after(self._disk_s(), lambda: self._persist(node, life, effect))
+            case Survey():
+                self.after(self._disk_s(), lambda: self._survey(node, life, effect))
             case Scan(ticket, prefix, after, limit):
                 self.after(self._disk_s(), lambda: self._scan(node, life, ticket, prefix, after, limit))
             case Stop(reason):
@@ -257,6 +304,7 @@ class Cluster:
         then: Callable[[Message], None],
         timeout_s: float,
         reliable: bool,
+        asker: str = "",
     ) -> None:
         """A request and its reply over the network: exactly one answer comes back, at the latest at the
         time-out."""
@@ -269,12 +317,12 @@ class Cluster:
                 then(reply)
 
         def reply_arrives(reply: Message) -> None:
-            if reliable or self.draw.random() >= self.faults.loss:
+            if self._passes(reliable, node, asker):
                 self.after(self._delay_s(), lambda: answer(reply))
 
         self._requests[node, number] = reply_arrives
         self.after(timeout_s, lambda: answer(Failure("unavailable", "no reply in time")))
-        if reliable or self.draw.random() >= self.faults.loss:
+        if self._passes(reliable, node, asker):
             origin = Origin(ConnectionId(1), number, tenant, 1)
             for _ in range(2 if message.idempotent and self.draw.random() < self.faults.double else 1):
                 self.after(
@@ -297,6 +345,17 @@ class Cluster:
                 return
             self.disks[node].write(persist)
             self._deliver(node, life, Persisted(persist.ticket))
+
+    def _passes(self, reliable: bool, *ends: str) -> bool:
+        return self.away.isdisjoint(ends) and (reliable or self.draw.random() >= self.faults.loss)
+
+    def _survey(self, node: str, life: int, survey: Survey) -> None:
+        by_leaf: dict[int, list[Entry]] = {}
+        for key, state in sorted(self.disks[node].records.items()):
+            entry = Entry(key, state_digest(key, state), dead_since(state))
+            by_leaf.setdefault(leaf_of(key), []).append(entry)
+        leaves = tuple(tuple(by_leaf.get(leaf, ())) for leaf in survey.leaves)
+        self._deliver(node, life, Surveyed(survey.ticket, leaves))
 
     def _scan(self, node: str, life: int, ticket: Ticket, prefix: bytes, after: bytes, limit: int) -> None:
         records = self.disks[node].records

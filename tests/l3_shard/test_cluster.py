@@ -25,8 +25,8 @@ class Client:
     """Writes unique values with the context it has, and remembers which values it had seen when it wrote
     each."""
 
-    def __init__(self, cluster: Cluster, history: "History", seed: int) -> None:
-        self.cluster, self.history = cluster, history
+    def __init__(self, cluster: Cluster, history: "History", seed: int, delete_share: float = 0.0) -> None:
+        self.cluster, self.history, self.delete_share = cluster, history, delete_share
         self.draw = random.Random(seed)
         self.known: dict[bytes, tuple[dict[str, int], frozenset[bytes]]] = {}
 
@@ -53,7 +53,8 @@ class Client:
         context, seen = self.known.get(key, ({}, frozenset()))
         if self.draw.random() < 0.1:
             context, seen = {}, frozenset()
-        value = self.history.attempt(key, seen)
+        delete = self.delete_share > 0 and self.draw.random() < self.delete_share
+        value = self.history.attempt(key, seen, delete)
 
         def stored(answer: Message) -> None:
             if isinstance(answer, RecordVersions):
@@ -67,7 +68,7 @@ class Client:
                 if answer.code != "outcome_unknown":
                     self.history.denied.add((value, answer.text))
 
-        self.cluster.call(node, RecordPut(1, [RecordWrite(key, value, context)]), stored)
+        self.cluster.call(node, RecordPut(1, [RecordWrite(key, None if delete else value, context)]), stored)
 
 
 class History:
@@ -76,10 +77,14 @@ class History:
         self.seen: dict[bytes, frozenset[bytes]] = {}
         self.acknowledged: set[bytes] = set()
         self.denied: set[tuple[bytes, str]] = set()
+        self.deletes: set[bytes] = set()
 
-    def attempt(self, key: bytes, seen: frozenset[bytes]) -> bytes:
+    def attempt(self, key: bytes, seen: frozenset[bytes], delete: bool = False) -> bytes:
+        """A value nobody wrote before; of a delete, the name by which it is known here."""
         value = b"v%d" % len(self.key)
         self.key[value], self.seen[value] = key, seen
+        if delete:
+            self.deletes.add(value)
         return value
 
     def closure(self, values: list[bytes]) -> frozenset[bytes]:

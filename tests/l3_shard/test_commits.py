@@ -40,9 +40,9 @@ def test_the_writes_of_one_turn_are_one_transaction(tmp_path, fsync, monkeypatch
     transactions: list[int] = []
     write = RecordStore.write
 
-    def counted(store: RecordStore, writes, replica: str) -> None:
+    def counted(store: RecordStore, writes, replica: str, notes) -> None:
         transactions.append(len(writes))
-        write(store, writes, replica)
+        write(store, writes, replica, notes)
 
     monkeypatch.setattr(RecordStore, "write", counted)
 
@@ -68,10 +68,10 @@ def test_reads_and_scans_are_answered_at_once(tmp_path):
 def test_a_write_that_does_not_fit_does_not_fail_its_neighbours(tmp_path, monkeypatch):
     write = RecordStore.write
 
-    def small_only(store: RecordStore, writes, replica: str) -> None:
+    def small_only(store: RecordStore, writes, replica: str, notes) -> None:
         if any(key == b"k2" for key, _ in writes):
             raise DiskFull("no room for k2")
-        write(store, writes, replica)
+        write(store, writes, replica, notes)
 
     monkeypatch.setattr(RecordStore, "write", small_only)
 

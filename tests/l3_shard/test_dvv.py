@@ -365,3 +365,27 @@ def test_a_dot_that_names_two_values_is_noticed():
 def test_impossible_states_are_recognised(state):
     with pytest.raises(Corrupt):
         dvv.checked(state)
+
+
+# -- records that were removed for good
+
+
+def test_a_record_that_was_removed_goes_on_above_the_floor():
+    written = dvv.put(dvv.EMPTY, "r", Stamp(1), b"new", VersionVector.from_wire({"r": 7}), floor=7)
+    assert written.dot == Dot("r", 8) and written.context == {"r": 8}
+    with pytest.raises(Conflict):
+        dvv.put(dvv.EMPTY, "r", Stamp(1), b"new", VersionVector.from_wire({"r": 8}), floor=7)
+    again = dvv.put(written.state, "r", Stamp(2), b"newer", VersionVector.from_wire({"r": 8}), floor=7)
+    assert again.dot == Dot("r", 9) and values(again.state) == [b"newer"]
+
+
+def test_a_removed_records_next_write_is_not_covered_by_what_others_remember():
+    """Without the floor the new dot is one that the tombstone elsewhere, or an old context, covers: lost."""
+    old = dvv.put(dvv.EMPTY, "r", Stamp(1), b"old", NOTHING)
+    grave = dvv.put(old.state, "r", Stamp(2), None, VersionVector.from_wire(old.context))
+    for floor, survives in ((grave.dot.counter, True), (0, False)):
+        new = dvv.put(dvv.EMPTY, "r", Stamp(3), b"new", NOTHING, floor=floor)
+        assert (values(dvv.merge(grave.state, new.state)) == [b"new"]) is survives
+        stale = VersionVector.from_wire(grave.context)
+        other = dvv.put(new.state, "other", Stamp(4), b"other", stale)
+        assert (b"new" in values(other.state)) is survives

@@ -47,7 +47,9 @@ def value(state: RecordState) -> bytes:
 
 @dataclass
 class Driver:
-    lines: Lines = field(default_factory=lambda: Lines(100, count(1)))
+    lines: Lines = field(
+        default_factory=lambda: Lines(100, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
+    )
     disk: dict[bytes, RecordState] = field(default_factory=dict)
     orders: list[Effect] = field(default_factory=list)
 
@@ -125,7 +127,7 @@ def test_a_withdrawn_change_does_not_happen_and_one_being_written_cannot_be_with
 
 
 def test_the_queue_of_a_record_is_bounded():
-    lines = Lines(2, count(1))
+    lines = Lines(2, count(1), empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
     for mark in (1, 2):
         lines.change(b"k", Append(mark))
     with pytest.raises(Refused, match="busy"):
@@ -161,7 +163,7 @@ def test_the_check_notices_a_second_write_in_flight():
 
 
 def held(bytes_max: int) -> Recent:
-    recent = Recent(bytes_max)
+    recent = Recent(bytes_max, dvv.value_bytes)
     for key in (b"a", b"b", b"c"):
         recent.keep(key, Local(state_of(key)))
         recent.check()
@@ -184,7 +186,7 @@ def test_recent_states_are_kept_up_to_the_bound_the_least_used_goes_first():
 
 
 def test_a_recent_record_is_read_and_changed_without_a_load():
-    lines = Lines(8, count(1), 1 << 20)
+    lines = Lines(8, count(1), 1 << 20, empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
     change = Append(1)
     lines.change(b"k", change)
     (load,) = lines.flush("replica0.1")

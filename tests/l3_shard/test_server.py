@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from kvcomm.wire.messages import (
     RingGet,
     RingMap,
     RingNode,
+    StrongOrder,
+    StrongOutcome,
+    StrongPrepare,
     Want,
 )
 from l3_shard.desk import ShardLimits
@@ -58,6 +62,7 @@ class Cluster:
         self.running: dict[str, RunningShard] = {}
         self.stores = {name: DictStore() for name in names}
         self.ends: dict[str, BaseException | None] = {}
+        self._lives = count(11)
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.loop = asyncio.new_event_loop()
@@ -83,7 +88,7 @@ class Cluster:
             await run_shard(
                 node=name,
                 instance="test",
-                incarnation=Incarnation(11),
+                incarnation=Incarnation(next(self._lives)),
                 credentials=CREDENTIALS,
                 addresses=[f"unix://{self.directory}/{name}.sock"],
                 options=ShardOptions(
@@ -421,3 +426,76 @@ def test_a_directory_in_use_is_refused(lone: Cluster) -> None:
 
     with pytest.raises(Refused, match="another process owns"):
         asyncio.run(second())
+
+
+def strong(cluster: Cluster, op: str, key: bytes, value: bytes | None = None, expected: bytes = b"") -> Any:
+    order = StrongOrder(key, op, expected, value)
+    return cluster.run(cluster.tier().strong_change([order]))[0]
+
+
+def strong_read(cluster: Cluster, key: bytes) -> Any:
+    return cluster.run(cluster.tier().strong_read([key]))[0]
+
+
+def voting(cluster: Cluster, *names: str) -> None:
+    """Wait until these (all) shards vote."""
+    shards = [cluster.running[name] for name in names or cluster.names]
+    until(lambda: all(shard.strong_counts().votes for shard in shards))
+
+
+def test_strong_records_are_changed_compared_and_deleted(cluster: Cluster) -> None:
+    voting(cluster)
+    assert strong_read(cluster, b"k") == StrongOutcome("", b"", None)
+    first = strong(cluster, "put", b"k", b"1")
+    assert strong_read(cluster, b"k") == StrongOutcome("", first.version, b"1")
+    second = strong(cluster, "cas", b"k", b"2", first.version)
+    assert second.code == "" and second.version != first.version
+    late = strong(cluster, "cas", b"k", b"3", first.version)
+    assert (late.code, late.version, late.value) == ("conflict", second.version, b"2")
+    assert strong(cluster, "delete", b"k").code == ""
+    assert strong_read(cluster, b"k").value is None
+    assert cluster.get(b"k").values == (), "the eventual record of the same name is another"
+
+
+def test_strong_records_survive_the_restart_of_all_shards(cluster: Cluster) -> None:
+    voting(cluster)
+    version = strong(cluster, "put", b"k", b"v").version
+    for name in cluster.names:
+        cluster.stop(name)
+    for name in cluster.names:
+        cluster.start(name)
+    cluster.issue()
+    voting(cluster)
+    assert strong_read(cluster, b"k") == StrongOutcome("", version, b"v")
+    assert strong(cluster, "cas", b"k", b"w", version).code == ""
+
+
+def test_a_shard_that_lost_its_disk_votes_again_when_it_has_caught_up(cluster: Cluster) -> None:
+    voting(cluster)
+    version = strong(cluster, "put", b"k", b"v").version
+    cluster.stop("b")
+    shutil.rmtree(cluster.directory / "b")
+    cluster.start("b")
+    cluster.issue()
+    voting(cluster)
+    cluster.stop("a")
+    assert strong_read(cluster, b"k") == StrongOutcome("", version, b"v")
+
+
+def test_without_a_majority_a_change_is_refused_and_nothing_is_changed(cluster: Cluster) -> None:
+    voting(cluster)
+    strong(cluster, "put", b"k", b"v")
+    cluster.stop("a")
+    assert strong_read(cluster, b"k").value == b"v"
+    cluster.stop("b")
+    for order in (StrongOrder(b"k", "put", b"", b"w"), StrongOrder(b"new", "put", b"", b"w")):
+        with pytest.raises((Unavailable, OutcomeUnknown)):
+            cluster.run(cluster.tier().strong_change([order]))
+    with pytest.raises(Unavailable):
+        cluster.run(cluster.tier().strong_read([b"k"]))
+
+
+def test_votes_are_taken_from_nodes_only(cluster: Cluster) -> None:
+    voting(cluster)
+    with connection(cluster) as shard, pytest.raises(Refused, match="own nodes"):
+        shard.call(StrongPrepare(cluster.epoch, bytes(16) + b"k", b""), deadline=soon())

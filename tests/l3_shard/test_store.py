@@ -18,7 +18,9 @@ from kvcomm.errors import Corrupt, Refused, Unavailable
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import RecordState, Sibling
 from l3_shard import dvv
+from l3_shard.merkle import LEAVES, leaf_of, state_digest
 from l3_shard.replica import successor
+from l3_shard.storage import Entry
 from l3_shard.store import (
     MAP_BYTES_MIN,
     SCAN_LOOKED_MAX,
@@ -395,3 +397,65 @@ def test_a_killed_writer_keeps_what_it_acknowledged(directory):
     (last,), _ = store.load([b"last"])
     assert last is not None and int(last.siblings[0].value or b"-1") >= acknowledged[-1]
     store.close()
+
+
+# -- index and notes
+
+
+def entries(store: RecordStore) -> list[Entry]:
+    return [entry for leaf in store.survey(range(LEAVES)) for entry in leaf]
+
+
+def test_the_index_follows_every_write(tmp_path: Path):
+    keys = [b"k%d" % number for number in range(50)]
+    live = {key: RecordState({"r.1": 1}, [Sibling("r.1", 1, 7, key)]) for key in keys}
+    dead = RecordState({"r.1": 2}, [Sibling("r.1", 2, 9, None)])
+    store = RecordStore(tmp_path / "s", fsync="never")
+    try:
+        store.write(list(live.items()), store.replica)
+        store.write([(keys[0], dead)], store.replica)
+        store.write([(keys[1], dvv.EMPTY)], store.replica)
+        expected = live | {keys[0]: dead}
+        del expected[keys[1]]
+        found = entries(store)
+        assert {entry.key: (entry.digest, entry.dead_since) for entry in found} == {
+            key: (state_digest(key, state), 9 if state is dead else 0) for key, state in expected.items()
+        }
+        assert [leaf_of(entry.key) for entry in found] == sorted(leaf_of(entry.key) for entry in found)
+        assert store.load([keys[1]]) == ([None], []) and store.record_count() == 49
+        (one,) = store.survey([leaf_of(keys[5])])
+        assert keys[5] in [entry.key for entry in one]
+    finally:
+        store.close()
+
+
+def test_a_database_without_an_index_gets_one_when_it_is_opened(tmp_path: Path):
+    state = RecordState({"r.1": 1}, [Sibling("r.1", 1, 7, b"v")])
+    store = RecordStore(tmp_path / "s", fsync="never")
+    store.write([(b"k", state), (b"l", state)], store.replica)
+    with store._environment.begin(write=True) as transaction:
+        transaction.drop(store._index, delete=False)
+        transaction.put(b"l", b"damaged", db=store._records)
+    store.close()
+    store = RecordStore(tmp_path / "s", fsync="never")
+    try:
+        found = {entry.key: entry.digest for entry in entries(store)}
+        assert found == {b"k": state_digest(b"k", state), b"l": 0}, "a damaged one equals no intact copy"
+    finally:
+        store.close()
+
+
+def test_notes_are_kept_with_the_state_they_speak_of(tmp_path: Path):
+    store = RecordStore(tmp_path / "s", fsync="never")
+    store.write([], store.replica, [(b"a", b"1"), (b"b", b"2")])
+    store.write([], store.replica, [(b"a", None), (b"c", b"3"), (b"nothing", None)])
+    store.close()
+    store = RecordStore(tmp_path / "s", fsync="never")
+    assert store.notes() == {b"b": b"2", b"c": b"3"}
+    store.close()
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    copy = RecordStore(tmp_path / "copy", fsync="never")
+    try:
+        assert copy.replica != store.replica and copy.notes() == {}
+    finally:
+        copy.close()

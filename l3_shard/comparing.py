@@ -1,0 +1,301 @@
+"""``Comparing``: makes two replicas equal: finds the records in which we and one other shard differ, and
+merges them in both (anti-entropy).
+
+Theory of operation.  One comparison, all of it asked by us, in bounded questions one after the other::
+
+    settle our tree ─► TreeGet from the root down ─► leaves that differ
+        for some leaves at a time:  Survey ours, LeafGet theirs ─► keys whose digests differ
+            for some keys at a time:  RecordFetch theirs ─► merge into ours, durable ─► RecordReplicate what
+                they lack
+
+Merging is commutative and idempotent, so nothing here has to be exact: a record that changes meanwhile, or
+that two comparisons carry at once, only costs a little traffic.  After each exchange the comparison rests for
+as long as the exchange took, so that it never takes more than half of what a busy shard can do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge
+from kvcomm.wire.messages import (
+    Done,
+    Failure,
+    LeafGet,
+    LeafRecords,
+    Message,
+    RecordFetch,
+    RecordReplicate,
+    RecordState,
+    RecordStates,
+    TreeDigests,
+    TreeGet,
+)
+from l3_shard import dvv
+from l3_shard.merkle import Descent
+
+if TYPE_CHECKING:
+    from l3_shard.desk import Desk
+    from l3_shard.forest import Forest
+    from l3_shard.lines import Lines
+    from l3_shard.storage import Entry
+    from l3_shard.timers import Timers
+
+NODES_MAX = 256
+"""Tree nodes a question: 36 KiB of digests."""
+LEAVES_MAX = 256
+EXCHANGE_KEYS = 256
+
+
+@dataclass(slots=True)
+class CompareCounts:
+    """What comparisons did since start."""
+
+    equal: int = 0
+    """Comparisons that found nothing."""
+    repaired: int = 0
+    failed: int = 0
+    """Given up: the other did not answer, or the ring changed."""
+    pulled: int = 0
+    """Records in which the other knew more."""
+    pushed: int = 0
+    """Records in which we knew more."""
+    contradictions: int = 0
+    """Records that cannot be merged: some replica lost its state and kept its id."""
+
+
+class Comparing:
+    """One comparison with ``node``: make one, call :meth:`start` once.
+
+    Args:
+        done: hears the end; ``None`` = the replicas are equal (but for what was written meanwhile), else what
+            went wrong.
+        keys_max: records exchanged at once.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        me: str,
+        epoch: int,
+        desk: Desk,
+        lines: Lines,
+        forest: Forest,
+        timers: Timers,
+        counts: CompareCounts,
+        *,
+        keys_max: int = EXCHANGE_KEYS,
+        done: Callable[[Message | None], None],
+    ) -> None:
+        self._node, self._me, self._epoch = node, me, epoch
+        self._desk, self._lines, self._forest, self._timers = desk, lines, forest, timers
+        self._counts, self._keys_max, self._done = counts, keys_max, done
+        self._descent = Descent(forest.tree(node), NODES_MAX)
+        self._leaves: deque[int] = deque()
+        self._keys: deque[bytes] = deque()
+        self._found = False
+        self._over = False
+        self._began_at = 0.0
+
+    def start(self) -> None:
+        self._forest.settle(self._settled)
+
+    def abandon(self) -> None:
+        """Hear no more answers; ``done`` is not called."""
+        self._over = True
+
+    def _end(self, problem: Message | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._counts.failed += problem is not None
+        self._counts.equal += problem is None and not self._found
+        self._counts.repaired += problem is None and self._found
+        self._done(problem)
+
+    # -- which leaves
+
+    def _settled(self, read: bool) -> None:
+        if self._over:
+            return
+        if read:
+            self._descend()
+        else:
+            self._end(Failure("unavailable", "our own records cannot be read"))
+
+    def _descend(self) -> None:
+        question = self._descent.next()
+        if question is None:
+            self._leaves.extend(self._descent.leaves)
+            self._next_leaves()
+        else:
+            self._ask(TreeGet(self._epoch, self._me, *question), self._told)
+
+    def _told(self, answer: Message) -> None:
+        if not isinstance(answer, TreeDigests):
+            self._end(answer)
+            return
+        try:
+            self._descent.told(answer.digests)
+        except ValueError as error:
+            self._end(Failure("refused", f"{self._node} answered what cannot be: {error}"))
+        else:
+            self._descend()
+
+    # -- which records
+
+    def _next_leaves(self) -> None:
+        if not self._leaves:
+            self._end(None)
+            return
+        leaves = list(self._leaves)[:LEAVES_MAX]
+        self._forest.list_leaves(leaves, partial(self._listed, leaves))
+
+    def _listed(self, leaves: Sequence[int], ours: Sequence[Sequence[Entry]] | None) -> None:
+        if self._over:
+            return
+        if ours is None:
+            self._end(Failure("unavailable", "our own records cannot be read"))
+        else:
+            self._ask(LeafGet(self._epoch, self._me, list(leaves)), partial(self._compare, ours))
+
+    def _compare(self, ours: Sequence[Sequence[Entry]], answer: Message) -> None:
+        if not isinstance(answer, LeafRecords):
+            self._end(answer)
+            return
+        if not 1 <= answer.leaf_count <= len(ours) or len(answer.keys) != len(answer.digests):
+            self._end(Failure("refused", f"{self._node} answered what cannot be: {answer.leaf_count} leaves"))
+            return
+        for _ in range(answer.leaf_count):
+            self._leaves.popleft()
+        theirs = dict(zip(answer.keys, answer.digests, strict=True))
+        mine = {
+            entry.key: entry.digest
+            for entries in ours[: answer.leaf_count]
+            for entry in self._forest.shared(entries, self._node)
+        }
+        self._keys.extend(
+            key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)
+        )
+        self._found |= bool(self._keys)
+        self._next_keys()
+
+    # -- exchange
+
+    def _next_keys(self) -> None:
+        if self._over:
+            return
+        if not self._keys:
+            self._next_leaves()
+            return
+        keys = list(self._keys)[: self._keys_max]
+        self._began_at = self._desk.now
+        self._ask(RecordFetch(self._epoch, keys), partial(self._fetched, keys))
+
+    def _fetched(self, keys: Sequence[bytes], answer: Message) -> None:
+        if isinstance(answer, Failure) and answer.code == TooLarge.code and len(keys) > 1:
+            self._keys_max = len(keys) // 2
+            self._next_keys()
+            return
+        if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
+            self._end(answer)
+            return
+        for _ in keys:
+            self._keys.popleft()
+        exchange = _Exchange(self, len(keys))
+        for key, state in zip(keys, answer.states, strict=True):
+            self._merge(exchange, key, state or dvv.EMPTY)
+
+    def _merge(self, exchange: _Exchange, key: bytes, state: RecordState) -> None:
+        try:
+            self._lines.change(key, _Merge(exchange, key, dvv.checked(state)))
+        except (Refused, Corrupt) as error:  # busy with many changes: the next comparison finds it again
+            exchange.failed(error)
+
+    def merged(self, exchange: _Exchange) -> None:
+        """All of an exchange is durable here: send what the other lacks."""
+        if self._over:
+            return
+        self._counts.pulled += exchange.pulled_count
+        self._counts.contradictions += exchange.contradiction_count
+        self._push(list(exchange.lacking.items()))
+
+    def _push(self, lacking: list[tuple[bytes, RecordState]]) -> None:
+        if not lacking:
+            self._rest()
+            return
+        count = size = 0
+        for _, state in lacking:
+            size += dvv.value_bytes(state)
+            if count and size > self._desk.limits.message_bytes:
+                break
+            count += 1
+        now, later = lacking[:count], lacking[count:]
+        message = RecordReplicate(self._epoch, [key for key, _ in now], [state for _, state in now])
+        held_bytes = sum(map(dvv.value_bytes, message.states))
+        self._ask(message, partial(self._pushed, count, later), held_bytes)
+
+    def _pushed(self, count: int, later: list[tuple[bytes, RecordState]], answer: Message) -> None:
+        if isinstance(answer, Done):
+            self._counts.pushed += count
+            self._push(later)
+        else:
+            self._end(answer)
+
+    def _rest(self) -> None:
+        took_s = self._desk.now - self._began_at
+        self._timers.at(self._desk.now + took_s, self._next_keys)
+
+    def _ask(self, message: Message, then: Callable[[Message], None], held_bytes: int = 0) -> None:
+        def unless_over(answer: Message) -> None:
+            if not self._over:
+                then(answer)
+
+        self._desk.ask(self._node, message, unless_over, held_bytes)
+
+
+class _Exchange:
+    """Records being merged into ours."""
+
+    def __init__(self, comparing: Comparing, open_count: int) -> None:
+        self.lacking: dict[bytes, RecordState] = {}
+        """What the other does not know yet."""
+        self.pulled_count = 0
+        self.contradiction_count = 0
+        self._comparing = comparing
+        self._open_count = open_count
+
+    def failed(self, error: KVCommError) -> None:
+        self.contradiction_count += isinstance(error, Corrupt)
+        self.settled()
+
+    def settled(self) -> None:
+        self._open_count -= 1
+        if not self._open_count:
+            self._comparing.merged(self)
+
+
+class _Merge:
+    """A ``Change``: the other's state into ours."""
+
+    def __init__(self, exchange: _Exchange, key: bytes, theirs: RecordState) -> None:
+        self._exchange, self._key, self._theirs = exchange, key, theirs
+        self._learned = False
+
+    def apply(self, state: RecordState) -> RecordState:
+        merged = dvv.merge(state, self._theirs)
+        self._learned = merged != state
+        return merged
+
+    def durable(self, state: RecordState) -> None:
+        self._exchange.pulled_count += self._learned
+        if state != self._theirs:
+            self._exchange.lacking[self._key] = state
+        self._exchange.settled()
+
+    def failed(self, error: KVCommError) -> None:
+        self._exchange.failed(error)
