@@ -10,13 +10,13 @@ that waits for it, timers, replies by connection, peers.  :class:`ClientProcess`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcomm.block import Incarnation
-from kvcomm.chaos.disk import Disk, Fsync
+from kvcomm.chaos.disk import Disk, Entry, Fsync, Part
 from kvcomm.chaos.driver import Done, run_steps
 from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
@@ -43,12 +43,12 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
-from kvcomm.wire.messages import Failure, Message, RecordVersion, RecordWrite, RingMap, RingNode
+from kvcomm.wire.messages import Failure, Message, RecordState, RecordVersion, RecordWrite, RingMap, RingNode
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
     from l3_shard.shard import Shard
-    from l3_shard.storage import Load, Persist, Scan
+    from l3_shard.storage import Load, Persist, Scan, Survey
     from l3_shard.tier import L3Tier
 
 CLIENT_TENANT = "sim"
@@ -58,14 +58,37 @@ ANSWER_SLACK_S = 0.05
 """Over a shard's own time-out, for an answer that is due."""
 
 
-def shipped_shard(
-    node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan
-) -> Shard:
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a shard machine starts with."""
+
+    node: str
+    replica: str
+    notes: Mapping[bytes, bytes]
+    node_tenant: bytes
+    origin_ms: int
+    plan: Plan
+
+
+def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
+    """A shard; ``shard`` takes the place of the shipped class."""
     from l3_shard.desk import ShardLimits
+    from l3_shard.repair import RepairOptions
+    from l3_shard.ring import NO_RING
     from l3_shard.shard import Shard
 
-    limits = ShardLimits(request_timeout_s=plan.request_timeout_s)
-    return Shard(node, replica, ring_map, node_tenant=tenant, origin_ms=origin_ms, limits=limits)
+    plan = birth.plan
+    interval_s = plan.repair_interval_s
+    return (shard or Shard)(
+        birth.node,
+        birth.replica,
+        NO_RING,
+        node_tenant=birth.node_tenant,
+        origin_ms=birth.origin_ms,
+        limits=ShardLimits(request_timeout_s=plan.request_timeout_s),
+        repair=None if interval_s is None else RepairOptions(interval_s=interval_s),
+        notes=birth.notes,
+    )
 
 
 def shipped_tier(ring_map: RingMap, timeout_s: float, clock: Callable[[], float]) -> L3Tier:
@@ -78,14 +101,25 @@ def shipped_disk(draw: Draw, fsync: Fsync, new_replica: Callable[[], str], disk:
     import msgspec
 
     from kvcomm.errors import Corrupt
+    from l3_shard.merkle import leaf_of, state_digest
     from l3_shard.replica import later
     from l3_shard.store import decode_value, encode_value
+    from l3_shard.tombstones import dead_since
+
+    def decode(key: bytes, value: bytes) -> RecordState:
+        state = decode_value(key, value)
+        assert isinstance(state, RecordState)
+        return state
+
+    def entry(key: bytes, state: RecordState) -> tuple[int, Entry]:
+        return leaf_of(key), (state_digest(key, state), dead_since(state))
 
     return disk(
         draw,
         fsync,
         encode=encode_value,
-        decode=decode_value,
+        decode=decode,
+        entry=entry,
         damage=(Corrupt, msgspec.DecodeError),
         later=later,
         new_replica=new_replica,
@@ -107,7 +141,7 @@ def run_once(
 class Parts:
     """What a cluster is made of."""
 
-    shard: Callable[[str, str, RingMap, bytes, int, Plan], Shard] = shipped_shard
+    shard: Callable[[Birth], Shard] = shipped_shard
     tier: Callable[[RingMap, float, Callable[[], float]], L3Tier] = shipped_tier
     disk: Callable[[Draw, Fsync, Callable[[], str]], Disk] = shipped_disk
     process: Callable[[Cluster, Host], ShardProcess] = shipped_process
@@ -242,14 +276,19 @@ class ShardProcess:
     """One life of a shard."""
 
     def __init__(self, cluster: Cluster, host: Host) -> None:
-        from l3_shard.ring import NO_RING
-
         self.cluster, self.host = cluster, host
         self.disk = cluster.disks[host.name]
         self.draw = cluster.draw
         node_tenant = cluster.credentials.tenant_digest(NODE_TENANT)
         self.machine = cluster.parts.shard(
-            host.name, self.disk.replica, NO_RING, node_tenant, host.wall_origin_ms(), cluster.plan
+            Birth(
+                host.name,
+                self.disk.replica,
+                dict(self.disk.notes),
+                node_tenant,
+                host.wall_origin_ms(),
+                cluster.plan,
+            )
         )
         identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))
         self._peers = Peers(cluster.network, host, identity)
@@ -257,12 +296,13 @@ class ShardProcess:
         self._draining = False
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
-        self._waiting: list[Persist] = []
+        self._waiting: list[Persist[RecordState]] = []
         self._committing = False
         self._timer: Timer | None = None
         self._timer_at: float | None = None
         cluster.network.listen(host, self)
         host.after(cluster.plan.wall_interval_s, self._follow_wall)
+        host.soon(lambda: self.deliver(Tick()))  # as the shell does: repair begins
 
     # -- kvcomm.chaos.network.Server, kvcomm.chaos.world.Process
 
@@ -311,7 +351,7 @@ class ShardProcess:
             self.cluster.watch.unanswered(self.host.name, request.message, age_s)
 
     def _carry_out(self, effect: Effect) -> None:
-        from l3_shard.storage import Load, Persist, Scan
+        from l3_shard.storage import Load, Persist, Scan, Survey
 
         match effect:
             case ReplyEffect():
@@ -326,6 +366,8 @@ class ShardProcess:
                 self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._load(effect))
             case Scan():
                 self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
+            case Survey():
+                self._after_disk((0.0, 0.0), lambda: self._survey(effect))
             case Persist():
                 self._persist(effect)
                 self._perhaps_die()
@@ -403,7 +445,17 @@ class ShardProcess:
         keys, resume = self.disk.scan(scan.prefix, scan.after, scan.limit)
         self.deliver(Scanned(scan.ticket, keys, resume))
 
-    def _persist(self, persist: Persist) -> None:
+    def _survey(self, survey: Survey) -> None:
+        from kvcomm.clock import Stamp
+        from l3_shard.storage import Entry, Surveyed
+
+        leaves = [
+            tuple(Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in leaf)
+            for leaf in self.disk.survey(survey.leaves)
+        ]
+        self.deliver(Surveyed(survey.ticket, tuple(leaves)))
+
+    def _persist(self, persist: Persist[RecordState]) -> None:
         self._waiting.append(persist)
         if not self._committing:
             self._committing = True
@@ -412,13 +464,13 @@ class ShardProcess:
     def _commit(self) -> None:
         """Everything that waits goes into one transaction; under ``always`` it takes a while."""
         batch, self._waiting = self._waiting, []
-        self.disk.begin([(persist.writes, persist.replica) for persist in batch])
+        self.disk.begin([Part(persist.writes, persist.replica, persist.notes) for persist in batch])
         if self.disk.fsync == "always":
             self._after_disk(self.cluster.plan.commit_s, lambda: self._committed(batch))
         else:
             self._committed(batch)
 
-    def _committed(self, batch: list[Persist]) -> None:
+    def _committed(self, batch: list[Persist[RecordState]]) -> None:
         from l3_shard.storage import Persisted
 
         for persist, outcome in zip(batch, self.disk.commit(), strict=True):

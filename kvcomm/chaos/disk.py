@@ -13,7 +13,7 @@ store encodes them (the codec comes by constructor), a transaction is all or not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvcomm.chaos.draw import Draw
 from kvcomm.wire.messages import RecordState
@@ -21,6 +21,20 @@ from kvcomm.wire.messages import RecordState
 Fsync = Literal["always", "interval", "never"]
 Outcome = Literal["durable", "full", "failed"]
 Writes = Sequence[tuple[bytes, RecordState]]
+Notes = Sequence[tuple[bytes, bytes | None]]
+Entry = tuple[int, int]
+"""What the index keeps of a record: digest, stamp since which it is dead."""
+
+
+class Part(NamedTuple):
+    """What one order of the machine adds to a transaction."""
+
+    writes: Writes
+    """A state with an empty context removes the record."""
+    replica: str
+    notes: Notes = ()
+    """``None`` removes a note."""
+
 
 _ALIVE_AT = 1
 """Byte of a stored value that says whether a reader finds a value in it; 0 = a tombstone."""
@@ -31,6 +45,7 @@ class Disk:
 
     Args:
         encode: (key, state) -> stored bytes; ``decode`` is its inverse and raises for damaged ones.
+        entry: (leaf of the Merkle tree, entry of the index) of a record.
         damage: the errors that ``decode`` raises.
         later: of two replica ids the one that was drawn later.
         new_replica: draws a replica id that nobody has.
@@ -43,6 +58,7 @@ class Disk:
         *,
         encode: Callable[[bytes, RecordState], bytes],
         decode: Callable[[bytes, bytes], RecordState],
+        entry: Callable[[bytes, RecordState], tuple[int, Entry]],
         damage: tuple[type[Exception], ...],
         later: Callable[[str, str], str],
         new_replica: Callable[[], str],
@@ -50,6 +66,9 @@ class Disk:
         self.fsync: Fsync = fsync
         self.replica = new_replica()
         self.values: dict[bytes, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
+        self.index: dict[int, dict[bytes, Entry]] = {}
+        """By leaf."""
         self.room_bytes: int | None = None
         """Bytes that one commit finds room for: the database uses freed pages again.  ``None`` = any."""
         self.failing = False
@@ -59,9 +78,9 @@ class Disk:
         self.heard: Callable[[bytes, RecordState], None] = _nobody
         """Hears of every record that is written."""
         self._draw = draw
-        self._encode, self._decode, self._damage = encode, decode, damage
+        self._encode, self._decode, self._entry, self._damage = encode, decode, entry, damage
         self._later, self._new_replica = later, new_replica
-        self._under_way: list[tuple[Writes, str]] = []
+        self._under_way: list[Part] = []
         self._retired: list[tuple[bytes, bytes]] = []
 
     # -- what the process does
@@ -88,7 +107,11 @@ class Disk:
             return keys, keys[-1]
         return keys, part[-1] if len(part) < len(looked) else None
 
-    def begin(self, batch: Sequence[tuple[Writes, str]]) -> None:
+    def survey(self, leaves: Sequence[int]) -> list[list[tuple[bytes, Entry]]]:
+        """What the index has of these leaves, in order of the keys."""
+        return [sorted(self.index.get(leaf, {}).items()) for leaf in leaves]
+
+    def begin(self, batch: Sequence[Part]) -> None:
         """A transaction with everything in ``batch`` is under way; :meth:`commit` ends it."""
         self._under_way = list(batch)
 
@@ -105,10 +128,10 @@ class Disk:
             return ["durable"] * len(batch)
         return self.commit_singly(batch)
 
-    def commit_singly(self, batch: Sequence[tuple[Writes, str]]) -> list[Outcome]:
+    def commit_singly(self, batch: Sequence[Part]) -> list[Outcome]:
         """There is no room for all: what there is room for, one after the other."""
         outcomes: list[Outcome] = []
-        fitting: list[tuple[Writes, str]] = []
+        fitting: list[Part] = []
         for part in batch:
             if self._fits([*fitting, part]):
                 fitting.append(part)
@@ -138,7 +161,7 @@ class Disk:
         """A new, empty disk; what was on the old one was durable when it was acknowledged."""
         self._under_way = []
         self._retired += self.values.items()
-        self.values = {}
+        self.values, self.notes, self.index = {}, {}, {}
         self.replica = self._new_replica()
 
     def flip_bit(self) -> bytes | None:
@@ -177,18 +200,32 @@ class Disk:
                 continue  # its bytes before the damage are among the retired ones
         return states
 
-    def _fits(self, batch: Sequence[tuple[Writes, str]]) -> bool:
+    def _fits(self, batch: Sequence[Part]) -> bool:
         if self.room_bytes is None:
             return True
-        size = sum(len(self._encode(key, state)) for writes, _ in batch for key, state in writes)
+        size = sum(len(self._encode(key, state)) for part in batch for key, state in part.writes)
+        size += sum(len(value or b"") for part in batch for _, value in part.notes)
         return size <= self.room_bytes
 
-    def _write(self, batch: Sequence[tuple[Writes, str]]) -> None:
-        for writes, replica in batch:
-            for key, state in writes:
-                self.values[key] = self._encode(key, state)
-                self.heard(key, state)
-            self.replica = self._later(self.replica, replica)
+    def _write(self, batch: Sequence[Part]) -> None:
+        for part in batch:
+            for key, state in part.writes:
+                self._put(key, state)
+            for note, noted in part.notes:
+                self.notes.pop(note, None)
+                if noted is not None:
+                    self.notes[note] = noted
+            self.replica = self._later(self.replica, part.replica)
+
+    def _put(self, key: bytes, state: RecordState) -> None:
+        leaf, entry = self._entry(key, state)
+        if state.context:
+            self.values[key] = self._encode(key, state)
+            self.index.setdefault(leaf, {})[key] = entry
+            self.heard(key, state)
+        elif key in self.values:
+            self._retired.append((key, self.values.pop(key)))
+            self.index[leaf].pop(key, None)
 
 
 def _nobody(key: bytes, state: RecordState) -> None:

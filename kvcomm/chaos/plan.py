@@ -58,6 +58,8 @@ class Plan:
     """Probability that a shard dies right after it answered, asked a peer, or ordered a write."""
     losses: int = 0
     """Disks (or single records) that may be lost in the whole run: fewer than the write quorum."""
+    repair_interval_s: float | None = 2.0
+    """Between two comparisons with a neighbour; ``None`` = nobody repairs."""
     wall_interval_s: float = 5.0
     """How often a shard looks at its wall clock."""
 

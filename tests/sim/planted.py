@@ -19,11 +19,11 @@ from kvcomm.chaos.cluster import (
     ShardProcess,
     run_once,
     shipped_disk,
+    shipped_shard,
 )
-from kvcomm.chaos.disk import Disk, Fsync, Outcome, Writes
+from kvcomm.chaos.disk import Disk, Fsync, Outcome, Part
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.driver import Done
-from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import simulate
 from kvcomm.chaos.swarm import draw_plan
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
@@ -40,10 +40,8 @@ from kvcomm.wire.messages import (
     RecordReplicate,
     RecordState,
     RecordWrite,
-    RingMap,
 )
 from l3_shard import dvv
-from l3_shard.desk import ShardLimits
 from l3_shard.shard import Shard
 from l3_shard.storage import Loaded, Persist, Persisted
 from l3_shard.writing import Draft
@@ -60,11 +58,7 @@ class Planted:
 
 
 def _shards(shard: type[Shard]) -> Parts:
-    def make(node: str, replica: str, ring_map: RingMap, tenant: bytes, origin_ms: int, plan: Plan) -> Shard:
-        limits = ShardLimits(request_timeout_s=plan.request_timeout_s)
-        return shard(node, replica, ring_map, node_tenant=tenant, origin_ms=origin_ms, limits=limits)
-
-    return Parts(shard=make)
+    return Parts(shard=lambda birth: shipped_shard(birth, shard))
 
 
 def _disks(disk: type[Disk]) -> Parts:
@@ -256,7 +250,7 @@ class _KeepsIdAfterLoss(Disk):
 class _GroupCommitLies(Disk):
     """What there was no room for is reported like what there was room for."""
 
-    def commit_singly(self, batch: Sequence[tuple[Writes, str]]) -> list[Outcome]:
+    def commit_singly(self, batch: Sequence[Part]) -> list[Outcome]:
         outcomes = super().commit_singly(batch)
         return ["durable"] * len(batch) if "durable" in outcomes else outcomes
 
@@ -270,10 +264,10 @@ class _FailedSyncIgnored(Disk):
 class _TombstonesDropped(Disk):
     """A deleted record is removed, and what it had seen with it."""
 
-    def _write(self, batch: Sequence[tuple[Writes, str]]) -> None:
+    def _write(self, batch: Sequence[Part]) -> None:
         super()._write(batch)
-        for writes, _ in batch:
-            for key, state in writes:
+        for part in batch:
+            for key, state in part.writes:
                 if not dvv.alive(state):
                     self.values.pop(key, None)
 
@@ -281,9 +275,9 @@ class _TombstonesDropped(Disk):
 class _TornCommit(Disk):
     """A transaction that a crash cuts short leaves its first half, and its answer is out already."""
 
-    def begin(self, batch: Sequence[tuple[Writes, str]]) -> None:
+    def begin(self, batch: Sequence[Part]) -> None:
         super().begin(batch)
-        self._torn = [(writes[: len(writes) // 2], replica) for writes, replica in batch]
+        self._torn = [part._replace(writes=part.writes[: len(part.writes) // 2]) for part in batch]
 
     def commit(self) -> list[Outcome]:
         if self._draw.chance(0.05):

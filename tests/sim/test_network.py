@@ -6,7 +6,7 @@ import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import shipped_disk
-from kvcomm.chaos.disk import Disk
+from kvcomm.chaos.disk import Disk, Part
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import (
     Network,
@@ -211,7 +211,7 @@ def test_a_commit_under_way_happens_as_a_whole_or_not_at_all() -> None:
     seen = set()
     for seed in range(20):
         one = disk(seed=seed)
-        one.begin([([(b"a", state(1))], one.replica), ([(b"b", state(1))], one.replica)])
+        one.begin([Part([(b"a", state(1))], one.replica), Part([(b"b", state(1))], one.replica)])
         one.crashed()
         seen.add(tuple(sorted(one.values)))
     assert seen == {(), (b"a", b"b")}
@@ -221,7 +221,7 @@ def test_a_commit_under_way_happens_as_a_whole_or_not_at_all() -> None:
 def test_what_a_power_cut_costs(fsync) -> None:
     one = disk(fsync)
     replica = one.replica
-    one.begin([([(b"a", state(1))], replica)])
+    one.begin([Part([(b"a", state(1))], replica)])
     assert one.commit() == ["durable"]
     lost = one.power_cut()
     assert lost == (fsync != "always")
@@ -232,7 +232,7 @@ def test_what_a_power_cut_costs(fsync) -> None:
 def test_a_commit_without_room_takes_what_fits() -> None:
     one = disk()
     one.room_bytes = 70
-    one.begin([([(key, state(1))], one.replica) for key in (b"a", b"b", b"c")])
+    one.begin([Part([(key, state(1))], one.replica) for key in (b"a", b"b", b"c")])
     outcomes = one.commit()
     assert set(outcomes) == {"durable", "full"}
     assert len(one.values) == outcomes.count("durable")
@@ -241,7 +241,7 @@ def test_a_commit_without_room_takes_what_fits() -> None:
 def test_a_flipped_bit_is_seen_and_the_record_before_is_remembered() -> None:
     for seed in range(50):
         one = disk(seed=seed)
-        one.begin([([(b"a", state(1))], one.replica)])
+        one.begin([Part([(b"a", state(1))], one.replica)])
         one.commit()
         assert one.flip_bit() == b"a"
         assert one.load([b"a"]) == ((None,), (b"a",))
@@ -250,7 +250,7 @@ def test_a_flipped_bit_is_seen_and_the_record_before_is_remembered() -> None:
 
 def test_a_scan_goes_on_where_it_stopped() -> None:
     one = disk()
-    one.begin([([(b"k%d" % index, state(1)) for index in range(7)], one.replica)])
+    one.begin([Part([(b"k%d" % index, state(1)) for index in range(7)], one.replica)])
     one.commit()
     found: list[bytes] = []
     after = b""

@@ -58,7 +58,7 @@ def test_halves_keep_what_they_acknowledged() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="a shard that does not answer is passed over for 1 s, a request waits 2 s for it: a client that is "
+    reason="a silent shard is passed over for 1 s, a request waits 2 s for it: a client that is "
     "cut off from the first two owners goes to and fro between them and never asks the third",
 )
 def test_a_client_finds_the_one_owner_on_its_side() -> None:
