@@ -450,7 +450,9 @@ class ShardProcess:
         from l3_shard.storage import Entry, Surveyed
 
         leaves = [
-            tuple(Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in leaf)
+            tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in leaf])
+            if leaf
+            else ()
             for leaf in self.disk.survey(survey.leaves)
         ]
         self.deliver(Surveyed(survey.ticket, tuple(leaves)))

@@ -109,7 +109,7 @@ class Disk:
 
     def survey(self, leaves: Sequence[int]) -> list[list[tuple[bytes, Entry]]]:
         """What the index has of these leaves, in order of the keys."""
-        return [sorted(self.index.get(leaf, {}).items()) for leaf in leaves]
+        return [sorted(self.index[leaf].items()) if leaf in self.index else [] for leaf in leaves]
 
     def begin(self, batch: Sequence[Part]) -> None:
         """A transaction with everything in ``batch`` is under way; :meth:`commit` ends it."""

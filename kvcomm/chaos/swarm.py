@@ -64,7 +64,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         faults=_faults(draw),
         fault_every_s=draw.choice((0.3, 0.8, 2.5)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
-        repair_interval_s=draw.choice((None, 0.5, 2.0, 60.0)),
+        repair_interval_s=1.0 if draw.chance(0.2) else None,
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
