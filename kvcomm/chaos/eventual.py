@@ -7,8 +7,8 @@ had seen when it wrote is a set of values, and a write may replace exactly those
 the replicas it takes two plain facts, which dots each has seen and which it holds, and joins them by the
 definition: a write lives while no replica has seen it without holding it.
 
-Promised today (there is no hinted handoff and no anti-entropy yet, so a replica that nobody reads or writes
-may lag):
+Promised (a replica that nobody reads or writes may lag where nobody repairs, see
+:func:`check_converged`):
 
 * **nothing acknowledged is lost**: all replicas together have seen every acknowledged dot, and the value is
   there unless somebody who had seen it wrote over it;
@@ -23,7 +23,7 @@ may lag):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ class Ending:
     """By key, then by node."""
     intact: bool
     """No disk, record or owner was lost or moved: quorums meet."""
+    owners: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By key, the nodes that should have it."""
 
 
 class Known(NamedTuple):
@@ -103,6 +105,17 @@ class _Record:
 def check_eventual(plan: Plan, history: History, ending: Ending) -> list[Violation]:
     """The broken promises, in no particular order of weight."""
     return list(_Judge(plan, history, ending).judge())
+
+
+def check_converged(ending: Ending) -> list[Violation]:
+    """Where somebody repairs: all owners of a record have the same, without anybody having read it."""
+    found: list[Violation] = []
+    for key, owners in sorted(ending.owners.items()):
+        replicas = ending.records.get(key, {})
+        states = [(node, replicas.get(node)) for node in owners]
+        if any(state != states[0][1] for _, state in states):
+            found.append(Violation("converged", f"the owners of {key} differ: {states}"))
+    return found
 
 
 class _Judge:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcomm.chaos.cluster import Cluster, Parts
-from kvcomm.chaos.eventual import Ending, Replica
+from kvcomm.chaos.cluster import CLIENT_TENANT, Cluster, Parts
+from kvcomm.chaos.eventual import Ending, Replica, check_converged
 from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
@@ -82,25 +82,29 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
     world.run(plan.active_s)
     nemesis.heal()
     world.run(plan.active_s + plan.quiet_s)
+    quiet = ending(cluster, nemesis)
     work.finish()
     world.run(world.now + plan.operation_timeout_s + 1.0)
     for name in cluster.names:
         shard = cluster.shard(name)
         if shard is not None:
             shard.check_answers()
-    return cluster.violations + work.workload.check(cluster.history, ending(cluster, nemesis))
+    violations = cluster.violations + work.workload.check(cluster.history, ending(cluster, nemesis))
+    return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
 
 
 def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
     """What is left on the disks, without the code's own types."""
-    from kvcomm.chaos.cluster import CLIENT_TENANT
+    from l3_shard.ring import Ring
 
     tenant = cluster.credentials.tenant_digest(CLIENT_TENANT)
     records: dict[str, dict[str, Replica]] = {}
     for name in cluster.names:
         for key, state in cluster.disks[name].states().items():
             records.setdefault(key.removeprefix(tenant).decode(), {})[name] = _replica(state)
-    return Ending(records, nemesis.intact)
+    ring = Ring.from_map(cluster.map)
+    owners = {key: ring.replicas(key.encode()) for key in records}
+    return Ending(records, nemesis.intact, owners)
 
 
 def _replica(state: RecordState) -> Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcomm.chaos.eventual import Ending, Replica, check_eventual
+from kvcomm.chaos.eventual import Ending, Replica, check_converged, check_eventual
 from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Stored, Write, outcome_of
 from kvcomm.chaos.plan import Plan
 from kvcomm.errors import Conflict, OutcomeUnknown, Unavailable
@@ -126,6 +126,15 @@ def test_every_operation_returns() -> None:
 
 def test_a_dot_that_is_not_seen_is_held_by_nobody() -> None:
     assert "dots" in Story().put("a", 1).promises({1: "a"}, 0)
+
+
+def test_owners_that_differ_after_repair() -> None:
+    one, two = Replica({"r": 1}, {("r", 1): "a"}), Replica({"r": 2}, {("r", 2): "b"})
+    owners = {"k": ["m", "n"]}
+    assert check_converged(Ending({"k": {"m": one, "n": one, "elsewhere": two}}, True, owners)) == []
+    for records in ({"m": one, "n": two}, {"m": one}):
+        found = check_converged(Ending({"k": records}, True, owners))
+        assert [violation.promise for violation in found] == ["converged"]
 
 
 @pytest.mark.parametrize(
