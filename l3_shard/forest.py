@@ -24,7 +24,7 @@ from l3_shard.storage import Entry, Survey, Surveyed
 
 SURVEY_RECORDS = 512
 """Records that one survey should meet, about: a few milliseconds."""
-SURVEY_LEAVES_MAX = 2_048
+SURVEY_LEAVES_MAX = 512
 
 Listed = Callable[[Sequence[Sequence[Entry]] | None], None]
 """Gets the entries of each leaf that was asked for; ``None`` = the store could not be read."""
@@ -131,6 +131,11 @@ class Forest:
         self._go_on()
 
     def _plant(self, leaf: int, entries: Sequence[Entry]) -> None:
+        if not entries:
+            for tree in self._trees.values():
+                tree.update(leaf, 0)
+            self._dead.pop(leaf, None)
+            return
         digests: dict[str, int] = {}
         dead: list[Stamp] = []
         for entry in entries:
