@@ -66,7 +66,10 @@ class Forest:
 
     def tree(self, node: str) -> MerkleTree:
         """Over the records that ``node`` and we keep."""
-        return self._trees.setdefault(node, MerkleTree())
+        tree = self._trees.get(node)
+        if tree is None:  # not setdefault: an empty tree costs a millisecond
+            tree = self._trees[node] = MerkleTree()
+        return tree
 
     def dead_before(self, stamp: Stamp) -> list[int]:
         """Leaves with a record that we are the first replica of and that has been dead since before
