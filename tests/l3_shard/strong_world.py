@@ -55,7 +55,8 @@ class StrongDisk:
 
 
 class StrongWorld(Cluster):
-    """``forgets`` plants a bug: after a crash only the membership is left, so the node votes from nothing."""
+    """Messages that are harmless twice come twice with probability ``twice``.  ``forgets`` plants a bug: after
+    a crash only the membership is left, so the node votes from nothing."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class StrongWorld(Cluster):
         self._strong_writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._members = count(len(names))
         self._booting = True
-        super().__init__(seed, names, faults, ShardLimits(request_timeout_s=1.0), Shard, **quorums)
+        super().__init__(seed, names, faults, ShardLimits(request_timeout_s=1.0), Shard, None, **quorums)
         self._booting = False
         for name in names:
             self.after(0.0, partial(self._deliver, name, 0, Tick()))
