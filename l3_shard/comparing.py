@@ -83,7 +83,7 @@ class Comparing:
         me: str,
         epoch: int,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         forest: Forest,
         timers: Timers,
         counts: CompareCounts,

@@ -24,7 +24,7 @@ from l3_shard.storage import Entry, Survey, Surveyed
 
 SURVEY_RECORDS = 512
 """Records that one survey should meet, about: a few milliseconds."""
-SURVEY_LEAVES_MAX = 2_048
+SURVEY_LEAVES_MAX = 512
 
 Listed = Callable[[Sequence[Sequence[Entry]] | None], None]
 """Gets the entries of each leaf that was asked for; ``None`` = the store could not be read."""
@@ -66,7 +66,10 @@ class Forest:
 
     def tree(self, node: str) -> MerkleTree:
         """Over the records that ``node`` and we keep."""
-        return self._trees.setdefault(node, MerkleTree())
+        tree = self._trees.get(node)
+        if tree is None:  # not setdefault: an empty tree costs a millisecond
+            tree = self._trees[node] = MerkleTree()
+        return tree
 
     def dead_before(self, stamp: Stamp) -> list[int]:
         """Leaves with a record that we are the first replica of and that has been dead since before
@@ -131,6 +134,11 @@ class Forest:
         self._go_on()
 
     def _plant(self, leaf: int, entries: Sequence[Entry]) -> None:
+        if not entries:
+            for tree in self._trees.values():
+                tree.update(leaf, 0)
+            self._dead.pop(leaf, None)
+            return
         digests: dict[str, int] = {}
         dead: list[Stamp] = []
         for entry in entries:

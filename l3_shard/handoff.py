@@ -25,7 +25,7 @@ class Handoff:
         node: str,
         epoch: int,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         hints: Hints,
         *,
         keeps: Callable[[bytes], bool],
@@ -49,7 +49,7 @@ class Handoff:
         for hint in kept:
             self._lines.read(hint.key, partial(self._read, kept, hint))
 
-    def _read(self, hints: Sequence[Hint], hint: Hint, local: Local) -> None:
+    def _read(self, hints: Sequence[Hint], hint: Hint, local: Local[RecordState]) -> None:
         if local.state.context:
             self._found[hint.key] = local.state
         self._open_count -= 1

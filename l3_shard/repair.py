@@ -133,7 +133,7 @@ class Repair:
         node: str,
         options: RepairOptions,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         notes: Notes,
         timers: Timers,
         *,

@@ -81,7 +81,7 @@ class Burial:
         epoch: int,
         before: Stamp,
         desk: Desk,
-        lines: Lines,
+        lines: Lines[RecordState],
         forest: Forest,
         *,
         replicas: Callable[[bytes], Sequence[str]],
@@ -140,7 +140,7 @@ class Burial:
 
     # -- what a group needs
 
-    def read(self, key: bytes, reader: Callable[[Local], None]) -> None:
+    def read(self, key: bytes, reader: Callable[[Local[RecordState]], None]) -> None:
         self._lines.read(key, reader)
 
     def ask(self, node: str, message: Message, then: Callable[[Message], None]) -> None:
@@ -183,7 +183,7 @@ class _Group:
         for key in self._keys:
             self._burial.read(key, partial(self._own, key))
 
-    def _own(self, key: bytes, local: Local) -> None:
+    def _own(self, key: bytes, local: Local[RecordState]) -> None:
         if self._burial.old(local.state):
             self._states[key] = local.state
         self._open_count -= 1

@@ -170,3 +170,20 @@ def test_after_settling_every_tree_is_the_one_made_anew(steps: list[tuple[bytes,
 def test_a_survey_that_nobody_ordered_is_our_own_mistake():
     with pytest.raises(KeyError):
         Store().forest.surveyed(Surveyed(Ticket(99), ()))
+
+
+def test_a_tree_is_made_once_a_neighbour(monkeypatch: pytest.MonkeyPatch):
+    """One a record was a hundred times too slow."""
+    made: list[MerkleTree] = []
+
+    def counted() -> MerkleTree:
+        made.append(MerkleTree())
+        return made[-1]
+
+    monkeypatch.setattr("l3_shard.forest.MerkleTree", counted)
+    store = Store()
+    small(store)
+    for number in range(50):
+        store.write(b"abc/%d" % number, 1)
+    store.settle()
+    assert len(made) == 2
