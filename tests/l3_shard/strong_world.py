@@ -55,7 +55,10 @@ class StrongDisk:
 
 
 class StrongWorld(Cluster):
-    """``forgets`` plants a bug: after a crash only the membership is left, so the node votes from nothing."""
+    """Messages that are harmless twice come twice with probability ``twice``.
+
+    ``forgets`` plants a bug: after a crash only the membership is left, so the node votes from nothing.
+    """
 
     def __init__(
         self,
