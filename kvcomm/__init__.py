@@ -1,8 +1,8 @@
 """KVCOMM: agents publish the attention KV blocks of what they have read and fetch each other's.
 
 This package is the floor of the house.  It owns the words (namespace, block, manifest, record), the wires,
-the ports, the client and the two composition roots (``kvcomm.connect`` and ``kvcomm.cli``), which alone may
-import the tiers ``l1``, ``l2_rdma``, ``l3_shard``, inside function bodies.
+the ports, the client and the composition roots (``kvcomm.connect``, ``kvcomm.cli``, ``kvcomm.chaos``), which
+alone may import the tiers ``l1``, ``l2_rdma``, ``l3_shard``, inside function bodies.
 """
 
 from kvcomm.connect import connect, connect_async

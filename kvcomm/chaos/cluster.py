@@ -1,9 +1,10 @@
 """``Cluster``: the shipped shard machines and the shipped client on simulated hosts.
 
-:class:`ShardProcess` does for a machine what ``l3_shard.server``, ``l3_shard.commits`` and ``kvcomm.runtime`` do,
-without a line of asyncio: one event at a time, one commit at a time with everything that waits for it, timers,
-replies by connection, peers.  :class:`ClientProcess` runs the steps of ``kvcomm.stateplane.StatePlane`` over
-``l3_shard.tier.L3Tier``.  What is put together comes from :class:`Parts`, so that a test can put a broken part in.
+:class:`ShardProcess` does for a machine what ``l3_shard.server``, ``l3_shard.commits`` and
+``kvcomm.runtime`` do, without a line of asyncio: one event at a time, one commit at a time with everything
+that waits for it, timers, replies by connection, peers.  :class:`ClientProcess` runs the steps of
+``kvcomm.stateplane.StatePlane`` over ``l3_shard.tier.L3Tier``.  What is put together comes from
+:class:`Parts`, so that a test can put a broken part in.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Cluster:
         self.clients: list[ClientProcess] = []
         for index in range(plan.clients):
             host = self._make_host(f"client{index}")
-            host.start(lambda host, index=index: self._client(host, index))
+            host.start(partial(self._client, index))
 
     def client_names(self) -> list[str]:
         return [client.host.name for client in self.clients]
@@ -213,7 +214,7 @@ class Cluster:
         origin_s = float(self.draw.between(0, 100_000))
         return self.world.host(name, origin_s=origin_s, skew_ms=self.draw.between(-500, 500))
 
-    def _client(self, host: Host, index: int) -> ClientProcess:
+    def _client(self, index: int, host: Host) -> ClientProcess:
         client = ClientProcess(self, host, index)
         self.clients.append(client)
         return client
@@ -406,7 +407,7 @@ class ShardProcess:
         self._waiting.append(persist)
         if not self._committing:
             self._committing = True
-            self.host.soon(self._commit)
+            self.host.after(self.draw.uniform(0.0, self.cluster.plan.turn_s), self._commit)
 
     def _commit(self) -> None:
         """Everything that waits goes into one transaction; under ``always`` it takes a while."""

@@ -1,12 +1,12 @@
 """``Disk``: what a shard's record store keeps, and what a crash, a full or a failing disk makes of it.
 
-It mirrors the contract of ``l3_shard.store``, byte for byte where it can be seen: values are stored as the store
-encodes them (the codec comes by constructor), a transaction is all or nothing, and
+It mirrors the contract of ``l3_shard.store``, byte for byte where it can be seen: values are stored as the
+store encodes them (the codec comes by constructor), a transaction is all or nothing, and
 
-* policy ``always``: a commit takes time and is durable when it ends.  One that was under way at a crash happened
-  or did not, as a whole;
-* policies ``interval`` and ``never``: a commit survives ``kill -9`` at once.  A power cut costs the database: it
-  is set aside, and the shard starts empty under a new replica id;
+* policy ``always``: a commit takes time and is durable when it ends.  One that was under way at a crash
+  happened or did not, as a whole;
+* policies ``interval`` and ``never``: a commit survives ``kill -9`` at once.  A power cut costs the
+  database: it is set aside, and the shard starts empty under a new replica id;
 * no room: nothing of that transaction was written; a failed sync: nobody knows.
 """
 
@@ -51,7 +51,7 @@ class Disk:
         self.replica = new_replica()
         self.values: dict[bytes, bytes] = {}
         self.room_bytes: int | None = None
-        """Bytes that can still be written; ``None`` = as many as one likes."""
+        """Bytes that one commit finds room for: the database uses freed pages again.  ``None`` = any."""
         self.failing = False
         """Whether the next sync fails."""
         self.stalled_until = 0.0
@@ -108,8 +108,10 @@ class Disk:
     def commit_singly(self, batch: Sequence[tuple[Writes, str]]) -> list[Outcome]:
         """There is no room for all: what there is room for, one after the other."""
         outcomes: list[Outcome] = []
+        fitting: list[tuple[Writes, str]] = []
         for part in batch:
-            if self._fits([part]):
+            if self._fits([*fitting, part]):
+                fitting.append(part)
                 self._write([part])
                 outcomes.append("durable")
             else:
@@ -184,11 +186,8 @@ class Disk:
     def _write(self, batch: Sequence[tuple[Writes, str]]) -> None:
         for writes, replica in batch:
             for key, state in writes:
-                value = self._encode(key, state)
-                self.values[key] = value
+                self.values[key] = self._encode(key, state)
                 self.heard(key, state)
-                if self.room_bytes is not None:
-                    self.room_bytes -= len(value)
             self.replica = self._later(self.replica, replica)
 
 

@@ -48,7 +48,7 @@ class Draw:
         return low + self.bits() % (high - low + 1)
 
     def chance(self, probability: float) -> bool:
-        """Draws nothing when the answer is certain: a fault that is switched off does not shift the others."""
+        """Draws nothing when the answer is certain: a fault that is off does not shift the others."""
         return probability > 0 and (probability >= 1 or self.unit() < probability)
 
     def choice(self, items: Sequence[T]) -> T:

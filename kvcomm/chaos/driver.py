@@ -1,4 +1,4 @@
-"""``run_steps``: the third driver of ``kvcomm.steps``, in virtual time, beside the blocking and the asyncio one."""
+"""``run_steps``: the third driver of ``kvcomm.steps``, in virtual time, beside the two real ones."""
 
 from __future__ import annotations
 

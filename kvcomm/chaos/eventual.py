@@ -1,21 +1,22 @@
-"""``check_eventual``: were the promises of eventual records kept?  Judges a history and what is left on the disks,
-without a line of the code that made them.
+"""``check_eventual``: were the promises of eventual records kept?
 
-The judge keeps *histories of values* where the code keeps vectors: every value is unique, so what a client had seen
-when it wrote is a set of values, and a write may replace exactly those.  From the last states of the replicas it
-takes two plain facts, which dots each has seen and which it holds, and joins them by the definition: a write lives
-while no replica has seen it without holding it.
+Judges a history and what is left on the disks, without a line of the code that made them.
 
-Promised today (there is no hinted handoff and no anti-entropy yet, so a replica that nobody reads or writes may
-lag):
+The judge keeps *histories of values* where the code keeps vectors: every value is unique, so what a client
+had seen when it wrote is a set of values, and a write may replace exactly those.  From the last states of
+the replicas it takes two plain facts, which dots each has seen and which it holds, and joins them by the
+definition: a write lives while no replica has seen it without holding it.
 
-* **nothing acknowledged is lost**: all replicas together have seen every acknowledged dot, and the value is there
-  unless somebody who had seen it wrote over it;
+Promised today (there is no hinted handoff and no anti-entropy yet, so a replica that nobody reads or writes
+may lag):
+
+* **nothing acknowledged is lost**: all replicas together have seen every acknowledged dot, and the value is
+  there unless somebody who had seen it wrote over it;
 * **nothing comes back**: what an acknowledged write replaced is gone;
 * **"refused" is true**: such a write is nowhere;
 * **nothing is made up**: every value that is read or left was written to that record;
-* **quorums meet**: with R + W > N and unmoved, undamaged replicas, a read that does not say ``degraded`` has seen
-  every write that was acknowledged before it began;
+* **quorums meet**: with R + W > N and unmoved, undamaged replicas, a read that does not say ``degraded`` has
+  seen every write that was acknowledged before it began;
 * **every operation ends** by its deadline;
 * **siblings** are at most the bound for each replica incarnation, and their contexts name incarnations only.
 """
@@ -61,7 +62,8 @@ class Known(NamedTuple):
     may: frozenset[int] = frozenset()
     """A put may replace these ..."""
     must: frozenset[int] = frozenset()
-    """... and must replace these.  The difference: a client's own write that its context cannot cover is named by
+    """... and must replace these.  The difference: a client's own write that its context cannot cover is
+    named by
     its dot, and where the next coordinator has not heard of it, it stays."""
 
 
@@ -206,8 +208,8 @@ class _Judge:
                 replaceable |= attempt.seen.may
             if attempt.operation.outcome == "ok":
                 replaced_by.update(dict.fromkeys(sorted(attempt.seen.must), attempt))
-        for value in sorted(values - record.by_value.keys()):
-            yield Violation("made up", f"{key} holds {value!r}, which nobody wrote")
+        for made_up in sorted(values - record.by_value.keys()):
+            yield Violation("made up", f"{key} holds {made_up!r}, which nobody wrote")
         for number, attempt in enumerate(record.attempts):
             value, outcome, dot = attempt.write.value, attempt.operation.outcome, attempt.dot
             there, what = value is not None and value in values, attempt.describe()
@@ -242,8 +244,8 @@ class _Judge:
                     if at < operation.invoked.at and seen.context.get(replica, 0) < counter:
                         yield Violation(
                             "quorums",
-                            f"{operation.invoked.client} read {key} at {operation.invoked.at} and did not see "
-                            f"({replica}, {counter}), acknowledged at {at}",
+                            f"{operation.invoked.client} read {key} at {operation.invoked.at} and did not "
+                            f"see ({replica}, {counter}), acknowledged at {at}",
                         )
 
 

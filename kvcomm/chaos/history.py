@@ -1,7 +1,7 @@
-"""``History``: what the clients of a simulation did and saw, as JSON lines that another checker can judge too.
+"""``History``: what the clients of a simulation did and saw, as JSON lines for a second opinion.
 
-Times are seconds of the simulation, which no client knows.  An operation has one ``Invoked`` and, when it came
-back, one ``Returned``.
+Times are seconds of the simulation, which no client knows.  An operation has one ``Invoked`` and, when it
+came back, one ``Returned``.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class History:
 def outcome_of(error: KVCommError, write_count: int) -> Outcome:
     """What an error promises.
 
-    ``OutcomeUnknown`` promises nothing, ``Unavailable`` that nothing was done.  Any other says that of the write that
-    it was raised for: a batch is not atomic, and others of it may have been done.
+    ``OutcomeUnknown`` promises nothing, ``Unavailable`` that nothing was done.  Any other says that of the
+    write that it was raised for: a batch is not atomic, and others of it may have been done.
     """
     if isinstance(error, OutcomeUnknown) or (write_count > 1 and not isinstance(error, Unavailable)):
         return "unknown"

@@ -1,15 +1,15 @@
 """``check_register``: is the history of one register linearizable [Herlihy, Wing 1990]?
 
-Just-in-time linearization [Lowe 2017] over the begins and ends of operations: keep every *situation* the register
-can be in, which is its value and which of the open operations have taken effect.  When an operation ends, each
-situation is extended by open operations, in every order, until that one has taken effect; a history is explained as
-long as a situation is left.  An operation whose outcome is unknown stays open for ever: it may take effect at any
-later time, once, or never.
+Just-in-time linearization [Lowe 2017] over the begins and ends of operations: keep every *situation* the
+register can be in, which is its value and which of the open operations have taken effect.  When an operation
+ends, each situation is extended by open operations, in every order, until that one has taken effect; a
+history is explained as long as a situation is left.  An operation whose outcome is unknown stays open for
+ever: it may take effect at any later time, once, or never.
 
 Cheap because of three rules, each harmless to the verdict:
 
-* what changes nothing (a read, a compare-and-set that failed and says what it saw) takes effect as soon as the value
-  is right: later it could only be harder;
+* what changes nothing (a read, a compare-and-set that failed and says what it saw) takes effect as soon as
+  the value is right: later it could only be harder;
 * an unknown write of a value that nobody ever saw is left out;
 * a situation that another one equals is dropped.
 
@@ -40,8 +40,9 @@ class TooHard(Exception):
 class Access:
     """One operation on the register.
 
-    ``read`` ends ``ok`` with what it ``saw``.  ``write`` puts ``value``.  ``cas`` puts ``value`` if the register
-    holds ``expected``, or ends as a ``mismatch`` with what it ``saw``.  ``None`` = the register is empty.
+    ``read`` ends ``ok`` with what it ``saw``.  ``write`` puts ``value``.  ``cas`` puts ``value`` if the
+    register holds ``expected``, or ends as a ``mismatch`` with what it ``saw``.  ``None`` = the register is
+    empty.
     """
 
     kind: Kind

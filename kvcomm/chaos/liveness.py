@@ -1,4 +1,4 @@
-"""``Core``: a part of the cluster is healed for good, the rest is broken for good; then operations must succeed.
+"""``Core``: a part of the cluster is healed for good, the rest broken for good; then operations must succeed.
 
 The core is as small as the quorums allow: every record keeps enough owners in it for a write quorum.
 """

@@ -1,13 +1,14 @@
 """``Nemesis``: breaks a cluster, one drawn fault after the other, and mends what it broke.
 
-Faults overlap: each ends by itself after a drawn time, while others begin.  What can cost acknowledged data by
-contract (a disk, a record, a power cut without fsync) is limited by the plan's ``losses``.
+Faults overlap: each ends by itself after a drawn time, while others begin.  What can cost acknowledged data
+by contract (a disk, a record, a power cut without fsync) is limited by the plan's ``losses``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
@@ -76,7 +77,8 @@ class Nemesis:
 
     # -- the network
 
-    def _cut(self, cut: set[Cut]) -> None:
+    def cut(self, cut: set[Cut]) -> None:
+        """Nothing passes there, until everything is healed."""
         self._cuts.append(cut)
         self._recut()
 
@@ -89,7 +91,7 @@ class Nemesis:
         self.cluster.network.cuts = set().union(*self._cuts)
 
     def _cut_for_a_while(self, cut: set[Cut]) -> None:
-        self._cut(cut)
+        self.cut(cut)
         self._later(lambda: self._mend(cut))
 
     def _sides(self) -> tuple[list[str], list[str]]:
@@ -145,7 +147,7 @@ class Nemesis:
             self._mend(cut)
             if left and not self._over:
                 if left % 2:
-                    self._cut(cut)
+                    self.cut(cut)
                 self.cluster.world.after(self.draw.uniform(0.1, 0.5), lambda: flap(left - 1))
 
         flap(2 * times - 1)
@@ -158,10 +160,10 @@ class Nemesis:
         at = 0.0
         for name in names:
             at += self.draw.uniform(0.0, 0.5)
-            self.cluster.world.after(at, self._unless_over(lambda name=name: self._cut(cuts[name])))
+            self.cluster.world.after(at, self._unless_over(partial(self.cut, cuts[name])))
         for name in self.draw.some(names, len(names)):
             at += self.draw.uniform(0.0, 0.5)
-            self.cluster.world.after(at, lambda name=name: self._mend(cuts[name]))
+            self.cluster.world.after(at, partial(self._mend, cuts[name]))
         return f"{names}"
 
     def _unless_over(self, action: Callable[[], None]) -> Callable[[], None]:
@@ -180,8 +182,11 @@ class Nemesis:
     def _slow(self) -> str:
         name = self._some_node()
         self.cluster.network.slow[name] = self.draw.uniform(0.01, 0.4)
-        self._later(lambda: self.cluster.network.slow.pop(name, None) and None)
+        self._later(partial(self._hasten, name))
         return name
+
+    def _hasten(self, name: str) -> None:
+        self.cluster.network.slow.pop(name, None)
 
     # -- hosts
 
@@ -244,6 +249,8 @@ class Nemesis:
             return "nobody"
         name, count = self.draw.choice(names), self.draw.between(1, 8)
         keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
+        if self.draw.chance(0.7):  # what a shard has in memory it does not read again
+            self.cluster.kill(name, self.draw.uniform(0.0, 0.5))
         return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
 
     def _disk_full(self) -> str:
@@ -251,7 +258,7 @@ class Nemesis:
         names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
         disks = [self.cluster.disks[name] for name in names]
         for disk in disks:
-            disk.room_bytes = self.draw.between(0, 3_000)
+            disk.room_bytes = self.draw.choice((0, 200, 400, 1_000))
 
         def free() -> None:
             for disk in disks:

@@ -1,14 +1,16 @@
 """``Network``: how bytes travel between the hosts of a simulation, and every way in which they do not.
 
 Frames are made and read by the shipped codec, and the client's end of a connection is the shipped
-``kvcomm.rpc.session.Session``: what counts as sent, what is repeated and what is ``outcome_unknown`` is decided
-by the code under test.  Only the sockets are missing, and they are worse than real ones::
+``kvcomm.rpc.session.Session``: what counts as sent, what is repeated and what is ``outcome_unknown`` is
+decided by the code under test.  Only the sockets are missing, and they are worse than real ones::
 
-    flush ── each frame by itself ──► lost │ cut: lost, or held and delivered after the heal │ delayed
-                                      doubled (idempotent requests only: the second copy comes from a connection
-                                      that nobody listens to, like a request repeated after its connection died)
-                                      overtaking (if the weather says so; else in order, as on one connection)
+    flush ── each frame by itself ──► lost
+                                      meets a cut: lost, or held and delivered after the heal
+                                      delayed; overtaking others, if the weather says so
+                                      doubled
 
+* Only idempotent requests are doubled, as the shipped client repeats no others.  The second copy comes from a
+  connection that nobody listens to, like a request that was repeated after its connection died.
 * A process that dies resets its connections; the other ends hear of it unless they are cut off, and then find
   out by silence, or when a frame reaches a process that does not know their connection.
 * A host whose process is down refuses connections; one that is paused accepts them and says nothing.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvcomm.chaos.draw import Draw
@@ -28,7 +31,7 @@ from kvcomm.machine import ConnectionId, Origin
 from kvcomm.rpc.session import KEY_VECTOR, Exchange, Identity, Session, lost_reason
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.frames import Frame, FrameReader, encode_frame
-from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Ping, Pong, Welcome
+from kvcomm.wire.messages import PROTOCOL_VERSION, Hello, Message, Ping, Pong, Welcome
 
 Reply = Callable[[Message], None]
 Cut = tuple[str, str]
@@ -138,7 +141,7 @@ class Network:
             self.hang_up(link.host.name, link.server_name, link.number)
 
     def hang_up(self, client: str, server: str, number: ConnectionId) -> None:
-        self.carry(client, server, lambda: self._hung_up(number))
+        self.carry(client, server, partial(self._hung_up, number))
 
     def reset(self, one: str, two: str) -> None:
         """The connections between two hosts die, and both ends know it."""
@@ -253,7 +256,7 @@ class Accepted:
         for piece in encode_frame(number, message):
             data = bytes(piece)
             self._last_due = self.network.send(
-                self.host.name, self.link.host.name, self._last_due, lambda data=data: self._back(data)
+                self.host.name, self.link.host.name, self._last_due, partial(self._back, data)
             )
 
     def _back(self, data: bytes) -> None:
@@ -301,7 +304,7 @@ class Link:
                 self.host.name,
                 self.server_name,
                 self._last_due,
-                lambda piece=piece: self.network.deliver(self, number, piece),
+                partial(self.network.deliver, self, number, piece),
             )
             self.session.pump(self.host.clock())
 

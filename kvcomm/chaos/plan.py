@@ -11,9 +11,9 @@ from kvcomm.chaos.network import Weather
 Mode = Literal["safety", "liveness"]
 
 FAULTS = (
-    "halves", "bridge", "ring", "isolate", "one_way", "flapping", "swizzle", "alone", "client_cut", "reset", "slow",
-    "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "wall_jump",
-    "epoch", "move",
+    "halves", "bridge", "ring", "isolate", "one_way", "flapping", "swizzle", "alone", "client_cut", "reset",
+    "slow", "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "disk_stall",
+    "sync_failed", "wall_jump", "epoch", "move",
 )  # fmt: skip
 """What a nemesis can do; see ``kvcomm.chaos.nemesis``."""
 
@@ -44,6 +44,8 @@ class Plan:
     fsync: Fsync = "always"
     load_s: float = 0.0005
     """A read from the disk takes up to this."""
+    turn_s: float = 0.0
+    """A turn of a shard's loop takes up to this: writes ordered in it are committed together."""
     commit_s: tuple[float, float] = (0.0005, 0.005)
     weather: Weather = field(default_factory=Weather)
     mix: tuple[tuple[str, int], ...] = (("get", 4), ("put", 4), ("blind", 1), ("delete", 1), ("batch", 1))

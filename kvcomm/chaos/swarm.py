@@ -1,11 +1,12 @@
 """``draw_plan``: the seed draws the whole world (swarm testing [Groce et al. 2012]).
 
-A generator that uses every fault a little, always, misses what needs one of them a lot and another one never.  So
-the seed decides first *which* kinds of trouble a world knows, and then how much of each.
+A generator that uses every fault a little, always, misses what needs one of them a lot and another one
+never.  So the seed decides first *which* kinds of trouble a world knows, and then how much of each.
 """
 
 from __future__ import annotations
 
+from kvcomm.chaos.disk import Fsync
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
 from kvcomm.chaos.plan import FAULTS, Mode, Plan
@@ -36,7 +37,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     copies = min(replicas, shards)
     write_quorum = draw.between(1, copies) if draw.chance(0.3) else copies // 2 + 1
     read_quorum = draw.between(1, copies)
-    fsync = draw.weighted((("always", 6), ("interval", 2), ("never", 1)))
+    policies: tuple[tuple[Fsync, int], ...] = (("always", 6), ("interval", 2), ("never", 1))
     return Plan(
         seed=seed,
         mode=mode,
@@ -48,8 +49,9 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         keys=draw.weighted(((1, 3), (2, 2), (4, 2), (12, 3))),
         pace_s=draw.choice((0.01, 0.05, 0.2, 0.8)),
         active_s=draw.uniform(10.0, 25.0) if mode == "safety" else 30.0,
-        fsync=fsync,
+        fsync=draw.weighted(policies),
         load_s=draw.choice((0.0002, 0.002, 0.05)),
+        turn_s=draw.choice((0.0, 0.0, 0.02, 0.2)),
         commit_s=draw.choice(((0.0005, 0.003), (0.002, 0.02), (0.01, 0.3))),
         weather=_weather(draw),
         mix=(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvcomm.chaos.disk import Disk
 from kvcomm.wire.messages import (
+    Done,
     Failure,
     Message,
     RecordFetch,
@@ -58,6 +59,9 @@ class Watch:
         if isinstance(request, RecordPut) and isinstance(answer, RecordVersions):
             for write, version in zip(request.writes, answer.versions, strict=True):
                 self._check_held(node, tenant + write.key, version.replica, version.counter)
+        if isinstance(request, RecordReplicate) and isinstance(answer, Done):
+            for key, state in zip(request.keys, request.states, strict=True):
+                self._check_merged(node, key, state)
 
     def written(self, node: str, key: bytes, state: RecordState) -> None:
         """``state`` is on the disk of ``node``."""
@@ -67,7 +71,8 @@ class Watch:
             if known != content:
                 self._report(
                     "dots",
-                    f"{key!r}: dot ({sibling.replica}, {sibling.counter}) names {known} and, at {node}, {content}",
+                    f"{key!r}: dot ({sibling.replica}, {sibling.counter}) names {known} "
+                    f"and, at {node}, {content}",
                 )
             if sibling.value is not None:
                 dot = (sibling.replica, sibling.counter)
@@ -86,12 +91,19 @@ class Watch:
             for name, disk in sorted(self._disks.items())
             if any(state.context.get(replica, 0) >= counter for state in disk.held(key))
         ]
-        if len(holders) < self._need:
+        if len(holders) < self._need or node not in holders:
             self._report(
                 "durability",
                 f"{node} acknowledged ({replica}, {counter}) of {key!r}, which is on {holders} only, "
-                f"not on {self._need} disks",
+                f"not on {self._need} disks with its own",
             )
+
+    def _check_merged(self, node: str, key: bytes, state: RecordState) -> None:
+        """A replica that says so has everything that it was sent."""
+        held = self._disks[node].held(key)
+        for replica, counter in sorted(state.context.items()):
+            if not any(each.context.get(replica, 0) >= counter for each in held):
+                self._report("durability", f"{node} says that it has ({replica}, {counter}) of {key!r}")
 
     def _report(self, promise: str, text: str) -> None:
         self.violations.append(Violation(promise, f"at {self._now():.6f}: {text}"))

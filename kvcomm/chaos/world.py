@@ -1,17 +1,18 @@
 """``World``: virtual time, and the hosts that live in it.
 
-Time stands still while something is decided and jumps to the next thing on the agenda; what is due at the same
-time happens in the order in which it was put there.  A :class:`Host` is one machine with one process on it::
+Time stands still while something is decided and jumps to the next thing on the agenda; what is due at the
+same time happens in the order in which it was put there.  A :class:`Host` is one machine with one process on
+it::
 
-            boot                    kill (-9)
-    down ─────────► running ◄──────────────────── ... nothing of the process runs any more, not even a ``finally``
+            start                kill: nothing of the process runs any more, not even a ``finally``
+    down ─────────► running ──────────► down
                     │    ▲
               pause │    │ resume: what was due meanwhile runs now, in order
                     ▼    │
                     paused
 
-Hosts do not agree on the time: each has a monotonic clock with an origin of its own and a wall clock that is off
-and may jump.
+Hosts do not agree on the time: each has a monotonic clock with an origin of its own and a wall clock that is
+off and may jump.
 """
 
 from __future__ import annotations

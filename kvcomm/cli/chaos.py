@@ -32,7 +32,7 @@ def sim(
     seed: Annotated[int | None, typer.Option(help="Try this seed alone.", min=0)] = None,
     trace: Annotated[bool, typer.Option(help="Print the history of that seed as JSON lines.")] = False,
 ) -> None:
-    """Run simulated clusters, everything about each drawn from its seed.  Exit code 1: a promise was broken."""
+    """Run simulated clusters, each drawn from its seed.  Exit code 1: a promise was broken."""
     from kvcomm.chaos.simulation import simulate
     from kvcomm.chaos.swarm import draw_plan
 

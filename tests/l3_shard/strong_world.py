@@ -215,6 +215,10 @@ class StrongWorld(Cluster):
             self._deliver(node, life, Scanned(scan.ticket, part, part[-1] if len(part) < len(keys) else None))
 
 
+class Violation(AssertionError):
+    """A promise was broken, as clients see it."""
+
+
 @dataclass
 class History:
     """What clients saw, by key."""
@@ -230,11 +234,12 @@ class History:
 
     def check(self) -> None:
         for key, ops in self.ops.items():
-            assert linearizable(ops), (key, ops)
+            if not linearizable(ops):
+                raise Violation(f"{key!r} is not linearizable: {ops}")
 
     def version(self, version: bytes, value: bytes | None) -> None:
-        if version:
-            assert self.values.setdefault(version, value) == value
+        if version and self.values.setdefault(version, value) != value:
+            raise Violation(f"version {version!r} stands for {value!r} and for {self.values[version]!r}")
 
 
 class StrongClient:

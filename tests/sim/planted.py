@@ -1,15 +1,16 @@
 """Planted bugs: each breaks one part in a way that the simulator must notice.
 
-A bug is a subclass or a wrapper that a test puts in by ``kvcomm.chaos.cluster.Parts``; shipped code has no switch for
-any of them.  ``CAUGHT_BY`` names the promise that a bug breaks: a bug that is noticed by another check first is
+A bug is a subclass or a wrapper that a test puts in by ``kvcomm.chaos.cluster.Parts``; shipped code has no
+switch for any of them.  Each names the promises that it breaks: a bug that only another check notices is
 noticed for the wrong reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcomm.chaos.cluster import (
     ClientProcess,
@@ -18,18 +19,18 @@ from kvcomm.chaos.cluster import (
     ShardProcess,
     run_once,
     shipped_disk,
-    shipped_process,
 )
 from kvcomm.chaos.disk import Disk, Fsync, Outcome, Writes
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.driver import Done
 from kvcomm.chaos.plan import Plan
-from kvcomm.chaos.world import Host
+from kvcomm.chaos.simulation import simulate
+from kvcomm.chaos.swarm import draw_plan
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
-from kvcomm.machine import Answered, Effect, Event, Origin
+from kvcomm.machine import ConnectionId, Effect, Event, Origin
 from kvcomm.machine import Reply as ReplyEffect
 from kvcomm.steps import Steps
-from kvcomm.version import Dot, VersionVector
+from kvcomm.version import VersionVector
 from kvcomm.wire.messages import (
     Done as DoneMessage,
 )
@@ -40,12 +41,10 @@ from kvcomm.wire.messages import (
     RecordState,
     RecordWrite,
     RingMap,
-    Sibling,
 )
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.shard import Shard
-from l3_shard.store import decode_value, encode_value
 from l3_shard.storage import Loaded, Persist, Persisted
 from l3_shard.writing import Draft
 
@@ -98,9 +97,14 @@ class _AcknowledgedBeforePersisted(Shard):
 
 
 class _ReplicaAnswersBeforeDurable(Shard):
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **words)
+        self._early: list[Effect] = []
+        self._told: set[tuple[int, int]] = set()
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects = super().handle(event, now)
-        kept = [effect for effect in effects if not self._answers_early(effect)]
+        kept = [effect for effect in effects if not self._is_told(effect)]
         early, self._early = self._early, []
         return kept + early
 
@@ -109,16 +113,10 @@ class _ReplicaAnswersBeforeDurable(Shard):
         self._early.append(ReplyEffect(origin, DoneMessage()))
         self._told.add((origin.connection, origin.request))
 
-    def _answers_early(self, effect: Effect) -> bool:
-        return (
-            isinstance(effect, ReplyEffect)
-            and (effect.origin.connection, effect.origin.request) in self._told
-        )
-
-    def __init__(self, *arguments, **words) -> None:
-        super().__init__(*arguments, **words)
-        self._early: list[Effect] = []
-        self._told: set[tuple[int, int]] = set()
+    def _is_told(self, effect: Effect) -> bool:
+        if not isinstance(effect, ReplyEffect):
+            return False
+        return (effect.origin.connection, effect.origin.request) in self._told
 
 
 class _StaleEpochAccepted(Shard):
@@ -188,18 +186,19 @@ class _UnknownCalledRefused(Shard):
         return [self._lie(effect) for effect in super().handle(event, now)]
 
     def _lie(self, effect: Effect) -> Effect:
-        if isinstance(effect, ReplyEffect) and isinstance(effect.message, Failure):
-            if effect.message.code == OutcomeUnknown.code:
-                return ReplyEffect(effect.origin, Failure(Unavailable.code, effect.message.text))
-        return effect
+        if not isinstance(effect, ReplyEffect) or not isinstance(effect.message, Failure):
+            return effect
+        if effect.message.code != OutcomeUnknown.code:
+            return effect
+        return ReplyEffect(effect.origin, Failure(Unavailable.code, effect.message.text))
 
 
 class _NeverTooLate(Shard):
     """Waits for its disk as long as it takes."""
 
-    def __init__(self, *arguments, **words) -> None:
+    def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
-        self._desk.expire = lambda: None
+        self._desk.expire = _nothing  # type: ignore[method-assign]
 
     def deadline(self) -> float | None:
         return None
@@ -231,20 +230,17 @@ class _DuplicateDot(Shard):
     """Counts only the writes that are still there."""
 
     def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
-        held = [one.counter for one in state.siblings if one.replica == self.replica]
-        mine = {self.replica: max(held)} if held else {}
-        seen = min(draft.context.counter(self.replica), max(held, default=0))
-        forgetful = RecordState({**state.context, **mine}, state.siblings)
-        if not held:
-            forgetful = RecordState(
-                {r: c for r, c in state.context.items() if r != self.replica}, state.siblings
-            )
-        asked = {r: c for r, c in draft.context.entries if r != self.replica} | (
-            {self.replica: seen} if seen else {}
-        )
-        return dvv.put(
-            forgetful, self.replica, self._stamp(state), draft.value, VersionVector.from_wire(asked)
-        )
+        held = max((one.counter for one in state.siblings if one.replica == self.replica), default=0)
+        seen = _with_counter(VersionVector.from_wire(state.context), self.replica, held)
+        read = min(held, draft.context.counter(self.replica))
+        context = _with_counter(draft.context, self.replica, read)
+        forgetful = RecordState(seen.to_wire(), state.siblings)
+        return dvv.put(forgetful, self.replica, self._stamp(state), draft.value, context)
+
+
+def _with_counter(vector: VersionVector, replica: str, counter: int) -> VersionVector:
+    others = tuple(entry for entry in vector.entries if entry[0] != replica)
+    return VersionVector(others).merge(VersionVector(((replica, counter),) if counter else ()))
 
 
 # -- disks
@@ -326,19 +322,22 @@ def _again_after_unknown(
     run_once(cluster, client, steps, first)
 
 
-def _server_serves_twice(cluster: Cluster, host: Host) -> ShardProcess:
+class _ServesTwice(ShardProcess):
     """Requests that must not be repeated are, now and then."""
-    process = ShardProcess(cluster, host)
-    received = process.received
 
-    def twice(origin: Origin, message: Message, reply: Callable[[Message], None]) -> None:
-        received(origin, message, reply)
-        if not message.idempotent and cluster.draw.chance(0.02):
-            ghost = replace(origin, connection=0, request=cluster.network.frame_count)
-            host.after(0.05, lambda: received(ghost, message, lambda answer: None))
+    def received(self, origin: Origin, message: Message, reply: Callable[[Message], None]) -> None:
+        super().received(origin, message, reply)
+        if not message.idempotent and self.draw.chance(0.02):
+            ghost = replace(origin, connection=ConnectionId(0), request=self.cluster.network.frame_count)
+            self.host.after(0.05, lambda: super(_ServesTwice, self).received(ghost, message, _nobody))
 
-    process.received = twice
-    return process
+
+def _nothing() -> None:
+    """Happens."""
+
+
+def _nobody(message: Message) -> None:
+    """Hears it."""
 
 
 PLANTED = {
@@ -377,5 +376,32 @@ PLANTED = {
         "no checksum", ("made up", "dots", "lost", "invariant"), Parts(disk=_unverified)
     ),
     "retry after unknown": Planted("writes again", ("once",), Parts(run=_again_after_unknown)),
-    "request served twice": Planted("doubles writes", ("once",), Parts(process=_server_serves_twice)),
+    "request served twice": Planted("doubles writes", ("once",), Parts(process=_ServesTwice)),
 }
+
+SEEDS_MAX = 200
+
+
+def caught_at(bug: Planted, seeds: Iterable[int] = range(SEEDS_MAX)) -> int | None:
+    """The first seed in whose world a promise that ``bug`` breaks is found broken."""
+    for seed in seeds:
+        broken = {violation.promise for violation in simulate(draw_plan(seed), bug.parts).violations}
+        if broken & set(bug.promises):
+            return seed
+    return None
+
+
+def main() -> int:
+    """Try every bug; how many were missed."""
+    missed = 0
+    for name, bug in PLANTED.items():
+        seed = caught_at(bug)
+        missed += seed is None
+        verdict = f"missed in {SEEDS_MAX} seeds" if seed is None else f"caught at seed {seed}"
+        sys.stdout.write(f"{name:32} {verdict}\n")
+        sys.stdout.flush()
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

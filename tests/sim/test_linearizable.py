@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from kvcomm.chaos.linearizable import UNSEEN, Access, TooHard, check_register
+from kvcomm.chaos.linearizable import UNSEEN, Access, Ended, Kind, TooHard, check_register
 
 
 def read(saw: str | None, begin: float, end: float | None) -> Access:
@@ -20,7 +20,7 @@ def write(value: str | None, begin: float, end: float | None) -> Access:
 
 
 def cas(expected: str | None, value: str, begin: float, end: float | None, saw: str | None = None) -> Access:
-    ended = "unknown" if end is None else "ok" if saw is None else "mismatch"
+    ended: Ended = "unknown" if end is None else "ok" if saw is None else "mismatch"
     return Access("cas", begin, end, value=value, expected=expected, ended=ended, saw=saw)
 
 
@@ -75,7 +75,7 @@ def brute(accesses: Sequence[Access]) -> bool:
 
 def _explains(order: Sequence[Access]) -> bool:
     for at, later in enumerate(order):
-        if any(not later.open and later.end < earlier.begin for earlier in order[:at]):
+        if any(later.end is not None and later.end < earlier.begin for earlier in order[:at]):
             return False
     value = None
     for access in order:
@@ -102,9 +102,10 @@ def tiny(draw: random.Random) -> list[Access]:
     for _ in range(draw.randint(1, 5)):
         begin = float(draw.randint(0, 8))
         end = None if draw.random() < 0.25 else begin + draw.randint(1, 4) - 0.5
-        kind = draw.choice(("read", "write", "cas"))
+        kinds: list[Kind] = ["read", "write", "cas"]
+        kind = draw.choice(kinds)
         value, expected = draw.choice(values), draw.choice(values)
-        ended = "unknown" if end is None else "ok"
+        ended: Ended = "unknown" if end is None else "ok"
         saw = draw.choice(values) if kind == "read" else None
         if kind == "cas" and end is not None and draw.random() < 0.5:
             ended, saw = "mismatch", draw.choice([*values, UNSEEN])
