@@ -98,6 +98,8 @@ class Comparing:
         self._leaves: deque[int] = deque()
         self._keys: deque[bytes] = deque()
         self._found = False
+        self._unmerged: Message | None = None
+        """Why a record could not be merged here, if one could not: then we are not equal."""
         self._over = False
         self._began_at = 0.0
 
@@ -112,6 +114,7 @@ class Comparing:
         if self._over:
             return
         self._over = True
+        problem = problem or self._unmerged
         self._counts.failed += problem is not None
         self._counts.equal += problem is None and not self._found
         self._counts.repaired += problem is None and self._found
@@ -213,7 +216,7 @@ class Comparing:
     def _merge(self, exchange: _Exchange, key: bytes, state: RecordState) -> None:
         try:
             self._lines.change(key, _Merge(exchange, key, dvv.checked(state)))
-        except (Refused, Corrupt) as error:  # busy with many changes: the next comparison finds it again
+        except (Refused, Corrupt) as error:
             exchange.failed(error)
 
     def merged(self, exchange: _Exchange) -> None:
@@ -222,6 +225,8 @@ class Comparing:
             return
         self._counts.pulled += exchange.pulled_count
         self._counts.contradictions += exchange.contradiction_count
+        if exchange.refusal is not None:
+            self._unmerged = Failure(exchange.refusal.code, exchange.refusal.message)
         self._push(list(exchange.lacking.items()))
 
     def _push(self, lacking: list[tuple[bytes, RecordState]]) -> None:
@@ -266,11 +271,16 @@ class _Exchange:
         """What the other does not know yet."""
         self.pulled_count = 0
         self.contradiction_count = 0
+        self.refusal: KVCommError | None = None
+        """Of a record that may be merged later: it is busy, or the disk is full."""
         self._comparing = comparing
         self._open_count = open_count
 
     def failed(self, error: KVCommError) -> None:
-        self.contradiction_count += isinstance(error, Corrupt)
+        if isinstance(error, Corrupt):
+            self.contradiction_count += 1
+        else:
+            self.refusal = error
         self.settled()
 
     def settled(self) -> None:

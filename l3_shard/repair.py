@@ -66,8 +66,8 @@ class RepairOptions:
     hint_bytes_max: int = 64 << 20
     hint_age_s: float = 3 * 3_600.0
     tombstone_age_s: float = 24 * 3_600.0
-    batch_keys: int = 256
-    """Records handed on or exchanged at once."""
+    batch_keys: int = 64
+    """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
     retry_min_s: float = 0.2
     retry_max_s: float = 2.0
 

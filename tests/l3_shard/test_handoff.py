@@ -258,3 +258,29 @@ def test_a_new_store_says_that_what_it_lacks_may_exist():
     (load,) = [effect for effect in effects if isinstance(effect, Load)]
     (reply,) = bench.on(Loaded(ticket_of(load), (None,)))
     assert isinstance(reply, Reply) and reply.message == RecordStates([None], degraded=True)
+
+
+def test_a_comparison_that_could_not_merge_everything_has_failed_and_is_tried_again():
+    bench = RepairBench()
+    asks = bench.settled(bench.on(Tick(), 0.0), 0.0)
+    to_c = asks[1]
+    theirs = MerkleTree()
+    theirs.update(leaf_of(K), state_digest(K, OTHER))
+    while isinstance(to_c, AskPeer) and isinstance(to_c.message, TreeGet):
+        depth, indices = to_c.message.depth, to_c.message.indices
+        digests = [digest for index in indices for digest in theirs.children((depth, index))]
+        to_c = only_ask(bench.settled(bench.on(Answered(to_c.ticket, TreeDigests(digests)), 0.0), 0.0))
+    listed = LeafRecords(1, [K], [state_digest(K, OTHER)])
+    fetch = only_ask(bench.on(Answered(ticket_of(to_c), listed), 0.0))
+    (load,) = bench.on(Answered(fetch.ticket, RecordStates([OTHER])), 0.0)
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)), 0.0)
+    assert bench.on(Persisted(ticket_of(persist), "full", "no room"), 0.0) == []
+    counts = bench.shard.repair_counts()
+    assert counts is not None
+    assert (counts.comparisons["failed"], counts.comparisons["repaired"], counts.records["pulled"]) == (
+        1,
+        0,
+        0,
+    )
+    deadline = bench.shard.deadline()
+    assert deadline is not None and deadline <= 0.25
