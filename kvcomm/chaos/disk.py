@@ -188,6 +188,10 @@ class Disk:
             if state is not None and key not in damaged
         }
 
+    def readable(self, key: bytes) -> bool:
+        """Whether its bytes, if there are any, are sound."""
+        return not self.load([key])[1]
+
     def held(self, key: bytes) -> list[RecordState]:
         """What this disk has of a record, and what it had before it was lost or damaged."""
         values = [value for stored, value in self._retired if stored == key]

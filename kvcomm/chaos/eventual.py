@@ -55,7 +55,8 @@ class Ending:
     intact: bool
     """No disk, record or owner was lost or moved: quorums meet."""
     owners: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By key, the nodes that should have it."""
+    """By key, the nodes that should have it.  Without those whose copy is damaged: that is noticed, and
+    mended, when it is read; comparisons go by the index and do not notice."""
 
 
 class Known(NamedTuple):

@@ -141,6 +141,11 @@ def test_a_clients_own_last_write_may_stay_beside_its_next(seed: int) -> None:
     kept(simulate(draw_plan(seed)))
 
 
+def test_a_damaged_record_that_nobody_reads_stays_damaged() -> None:
+    """Comparisons go by the index, where its digest is still right; only reading it shows the damage."""
+    kept(simulate(draw_plan(1018)))
+
+
 def test_the_world_can_be_told_again() -> None:
     line = simulate(replace(FIVE, active_s=1.0)).history.encoded().split(b"\n")[0]
     assert b'"event":"began"' in line
