@@ -17,7 +17,10 @@ from kvcomm.wire.messages import Failure, Message, RingMap, RingNode
 from l3_shard.ring import Ring, RingError, decode_map
 
 SHUN_S = 1.0
-"""How long a shard that failed is passed over."""
+"""How long a shard that failed is passed over; twice as long each time that it fails again soon after."""
+SHUN_MAX_S = 8.0
+RELAPSE_S = 10.0
+"""A shard that did not fail for so long after it was passed over has a clean record again."""
 WINDOW_KEYS = 16
 WINDOW_BYTES = 8 << 20
 WINDOWS_IN_FLIGHT = 2
@@ -34,6 +37,12 @@ class L3Counts:
     """Requests that a shard refused or did not answer."""
     stale_count: int = 0
     """Requests that were answered with a newer map."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shun:
+    until: float
+    for_s: float
 
 
 class Routes:
@@ -54,7 +63,7 @@ class Routes:
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
         self._dial, self._timeout_s, self._clock = dial, timeout_s, clock
-        self._shunned_until: dict[str, float] = {}
+        self._shuns: dict[str, _Shun] = {}
 
     def ask(
         self, node: str, message: Message, payload: Sequence[Buffer] = (), sink: Sink | None = None
@@ -65,8 +74,8 @@ class Routes:
 
     def healthy(self, node: str) -> bool:
         """Whether it is in the ring and did not fail a moment ago."""
-        until = self._shunned_until.get(node)
-        return (until is None or until <= self._clock()) and node in self.ring
+        shun = self._shuns.get(node)
+        return (shun is None or shun.until <= self._clock()) and node in self.ring
 
     def block_owners(self, key: bytes) -> Iterator[str]:
         """Who should have the block, best first, without those that failed a moment ago."""
@@ -81,8 +90,18 @@ class Routes:
             return self._adopt(message.detail)
         self.counts.failed_count += 1
         if not isinstance(message, Failure) or message.code in (Unavailable.code, OutcomeUnknown.code):
-            self._shunned_until[node] = self._clock() + SHUN_S
+            self._shun(node, self._clock())
         return False
+
+    def _shun(self, node: str, now: float) -> None:
+        """Longer each time that it fails again: a request waits for a silent shard longer than the first
+        shun lasts, so two of them would be asked in turn for ever and the third owner never."""
+        before = self._shuns.get(node)
+        if before is not None and now < before.until:
+            return  # another request of the same moment
+        relapsed = before is not None and now < before.until + RELAPSE_S
+        for_s = min(2 * before.for_s, SHUN_MAX_S) if before is not None and relapsed else SHUN_S
+        self._shuns[node] = _Shun(now + for_s, for_s)
 
     def _adopt(self, detail: bytes) -> bool:
         try:

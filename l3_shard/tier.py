@@ -2,7 +2,7 @@
 
 Theory of operation.  The ring says which shards hold a key; a request carries the ring's epoch, and a shard
 that knows a newer map sends it along instead of an answer, which is adopted and the request repeated once.  A
-shard that failed is passed over for ``SHUN_S``.
+shard that failed is passed over for a while (``routes``).
 
 * **Blocks** (``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about ``WINDOW_BYTES``,
   a few under way a shard.  Every copy is verified after it arrived; what is missing or damaged is asked from

@@ -289,6 +289,27 @@ def test_a_failed_shard_is_replaced_by_the_next_owner_and_passed_over_for_a_whil
     assert "a" in {node for node, _ in shards.asked}
 
 
+def test_a_shard_that_fails_again_is_passed_over_longer_and_forgiven_after_a_while():
+    shards = Shards(ring_map("a"))
+    shards.fill()
+    tier = shards.tier()
+    shards.down["a"] = "unavailable"
+    for passed_over_s in (1.0, 2.0, 4.0, 8.0, 8.0):
+        shards.fetch(tier)
+        shards.asked.clear()
+        shards.now += passed_over_s - 0.1
+        assert shards.fetch(tier) == {} and shards.asked == []
+        shards.now += 0.1
+    shards.down.clear()
+    assert len(shards.fetch(tier)) == COUNT
+    shards.now += routes.RELAPSE_S
+    shards.down["a"] = "unavailable"
+    shards.fetch(tier)
+    shards.now += routes.SHUN_S
+    shards.down.clear()
+    assert len(shards.fetch(tier)) == COUNT
+
+
 def test_blocks_of_a_dead_shard_are_misses_at_once():
     shards = Shards(ring_map("a"))
     shards.fill()
