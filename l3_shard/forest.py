@@ -19,7 +19,7 @@ from itertools import islice
 from kvcomm.clock import Stamp
 from kvcomm.machine import Ticket
 from l3_shard.desk import Desk
-from l3_shard.merkle import DIGEST_MASK, LEAVES, MerkleTree, leaf_of
+from l3_shard.merkle import LEAVES, MerkleTree, leaf_digest, leaf_of
 from l3_shard.storage import Entry, Survey, Surveyed
 
 SURVEY_RECORDS = 512
@@ -139,20 +139,20 @@ class Forest:
                 tree.update(leaf, 0)
             self._dead.pop(leaf, None)
             return
-        digests: dict[str, int] = {}
+        digests: dict[str, list[int]] = {}
         dead: list[Stamp] = []
         for entry in entries:
             replicas = self._replicas(entry.key)
             for node in replicas:
-                digests[node] = digests.get(node, 0) + entry.digest
+                digests.setdefault(node, []).append(entry.digest)
             if entry.dead_since and replicas and replicas[0] == self._node:
                 dead.append(entry.dead_since)
         for node, tree in self._trees.items():
             if node not in digests:
                 tree.update(leaf, 0)
-        for node, digest in digests.items():
+        for node, theirs in digests.items():
             if node != self._node:
-                self.tree(node).update(leaf, digest & DIGEST_MASK)
+                self.tree(node).update(leaf, leaf_digest(theirs))
         if dead:
             self._dead[leaf] = min(dead)
         else:

@@ -23,7 +23,7 @@ from kvcomm.settings import load_config
 from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
 
 if TYPE_CHECKING:
-    from kvcomm.control import Caller, ControlBackend, ControlServer
+    from kvcomm.control import Caller, ControlServer
     from kvcomm.exporter import Exporter
     from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
@@ -46,6 +46,7 @@ class NodeProcess:
         self._started_at = time.monotonic()
         self._record: NodeRecord | None = None
         self._control: ControlServer | None = None
+        self._backend: StoreBackend | None = None
         self._exporter: Exporter | None = None
 
     @property
@@ -60,12 +61,13 @@ class NodeProcess:
         return (Path(root) if root else self.instance.directory / "data") / self.node
 
     async def announce(
-        self, backend: ControlBackend, addresses: list[str], region: str, refresh: Callable[[], None]
+        self, backend: StoreBackend, addresses: list[str], region: str, refresh: Callable[[], None]
     ) -> None:
         """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date."""
         from kvcomm.control import ControlServer
         from kvcomm.exporter import Exporter, in_loop
 
+        self._backend = backend
         self._control = ControlServer(backend, self.instance.credentials())
         control = await self._control.start()
         labels = {
@@ -103,6 +105,9 @@ class NodeProcess:
             self._exporter.close()
         if self._control is not None:
             await self._control.close()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close()
 
     def ring_changed(self) -> None:
         """Tell those who watch the ring over the control wire."""
@@ -170,6 +175,9 @@ class StoreBackend:
     def __init__(self, process: NodeProcess, store: BlockStore) -> None:
         self._process = process
         self._store = store
+
+    async def close(self) -> None:
+        """Nothing is held here; called once no call can come any more."""
 
     def status(self) -> NodeStatus:
         return self._process.status(self._store, 0)

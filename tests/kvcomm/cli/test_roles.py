@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcomm.cli import roles
+from kvcomm.cli.node import NodeProcess, StoreBackend
 from kvcomm.errors import Refused
+from kvcomm.instance import Instance
+from tests.blockstores import DictStore
 
 
 async def _ended(work: Coroutine[Any, Any, None]) -> tuple[asyncio.Event, list[asyncio.Task[None]]]:
@@ -44,5 +48,25 @@ def test_a_failed_announcement_ends_the_node_with_its_reason() -> None:
         assert stop.is_set()
         with pytest.raises(Refused, match="metrics"):
             roles._check(announcing)
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_withdrawn_node_lets_go_of_what_its_control_calls_hold(runtime_dir: Path) -> None:
+    closed: list[str] = []
+
+    class Holding(StoreBackend):
+        async def close(self) -> None:
+            closed.append("backend")
+
+    async def story() -> None:
+        Instance.create("roles")
+        process = NodeProcess("roles", "pool-0", "pool", None)
+        await process.announce(Holding(process, DictStore()), ["unix:///nowhere"], "", lambda: None)
+        assert closed == []
+        await process.withdraw()
+        await process.withdraw()
+        assert closed == ["backend"]
 
     asyncio.run(story())
