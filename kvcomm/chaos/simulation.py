@@ -11,13 +11,18 @@ from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.registers import MixedWorkload
 from kvcomm.chaos.watch import Violation
-from kvcomm.chaos.workload import EventualWorkload, Work, Workload
+from kvcomm.chaos.workload import Work, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcomm.wire.messages import RecordState
+
+FOUNDED_WITHIN_S = 30.0
+RESTARTED_WITHIN_S = 4.0
+LOOKED_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +34,14 @@ class Result:
     violations: list[Violation]
     event_count: int
     frame_count: int
-
-    @property
-    def simulated_s(self) -> float:
-        return self.plan.active_s + self.plan.quiet_s
+    simulated_s: float
 
 
 def simulate(
     plan: Plan,
     parts: Parts | None = None,
     *,
-    workload: Callable[[Plan], Workload] = EventualWorkload,
+    workload: Callable[[Plan], Workload] = MixedWorkload,
     script: Callable[[Nemesis], None] | None = None,
 ) -> Result:
     """Run ``plan``; a broken invariant of a machine is a violation like any other.
@@ -55,11 +57,19 @@ def simulate(
         violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
-    return Result(plan, cluster.history, violations, cluster.world.event_count, cluster.network.frame_count)
+    return Result(
+        plan,
+        cluster.history,
+        violations,
+        cluster.world.event_count,
+        cluster.network.frame_count,
+        cluster.world.now,
+    )
 
 
 def _play(cluster: Cluster, workload: Workload, script: Callable[[Nemesis], None] | None) -> list[Violation]:
     nemesis, work = Nemesis(cluster), Work(cluster, workload)
+    cluster.found(FOUNDED_WITHIN_S)
     work.begin()
     if script is None:
         nemesis.begin()
@@ -89,7 +99,13 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
         shard = cluster.shard(name)
         if shard is not None:
             shard.check_answers()
-    violations = cluster.violations + work.workload.check(cluster.history, ending(cluster, nemesis))
+    last = ending(cluster, nemesis)
+    if plan.strong_percent:
+        cluster.power_cut()
+        world.run(world.now + RESTARTED_WITHIN_S)
+        work.look_again()
+        world.run(world.now + LOOKED_WITHIN_S)
+    violations = cluster.violations + work.workload.check(cluster.history, last)
     return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
 
 

@@ -31,7 +31,7 @@ OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "
 
 def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     """The world of ``seed``."""
-    draw = Draw(seed).fork("plan")
+    draw, strong = Draw(seed).fork("plan"), Draw(seed).fork("strong")
     shards = draw.weighted(((1, 1), (2, 1), (3, 8), (4, 2), (5, 5), (7, 1)))
     replicas = draw.weighted(((1, 1), (2, 2), (3, 10), (5, 2)))
     copies = min(replicas, shards)
@@ -61,6 +61,16 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
             ("delete", draw.between(0, 3)),
             ("batch", draw.between(0, 3)),
         ),
+        strong_percent=strong.choice((0, 30, 70, 100)),
+        registers=strong.weighted(((1, 3), (2, 2), (5, 1))),
+        strong_mix=(
+            ("read", strong.between(2, 6)),
+            ("set", strong.between(1, 5)),
+            ("cas", strong.between(1, 5)),
+            ("change", strong.between(0, 2)),
+            ("clear", strong.between(0, 2)),
+        ),
+        spread=strong.chance(0.5),
         faults=_faults(draw),
         fault_every_s=draw.choice((0.3, 0.8, 2.5)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
