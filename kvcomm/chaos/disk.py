@@ -172,11 +172,11 @@ class Disk(Generic[S]):
         self.values, self.notes, self.index = {}, {}, {}
         self.replica = self._new_replica()
 
-    def flip_bit(self) -> bytes | None:
-        """Damage one record, and say which; ``None`` = there are none."""
+    def flip_bit(self, key: bytes | None = None) -> bytes | None:
+        """Damage one record, or this one, and say which; ``None`` = there are none."""
         if not self.values:
             return None
-        key = self._draw.choice(sorted(self.values))
+        key = self._draw.choice(sorted(self.values)) if key is None else key
         value = bytearray(self.values[key])
         self._retire(key, bytes(value))
         bit = self._draw.between(8 * 8, 8 * len(value) - 1)

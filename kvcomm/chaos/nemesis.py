@@ -272,6 +272,31 @@ class Nemesis:
             self.cluster.kill(name, self.draw.uniform(0.0, 0.5))
         return f"{name}: {sorted({key[-9:] for key in keys if key is not None})}"
 
+    def _amnesia(self) -> str:
+        """One shard is away while the others decide; then it is back, one of the others has forgotten what
+        was decided, and the third is away."""
+        from l3_shard.entering import MEMBERSHIP_KEY
+
+        away, forgetful, *rest = self.draw.some(self.cluster.names, 3) * 2
+        gone = isolate(away, self.cluster.names)
+        self.cut(gone)
+
+        def forget() -> None:
+            self._mend(gone)
+            if self._may_lose_strong(forgetful):
+                self.cluster.kill(forgetful, self.draw.uniform(0.0, 0.3))
+                disk = self.cluster.strong_disks[forgetful]
+                if self.draw.chance(0.5):
+                    self.cluster.lose_strong(forgetful)
+                else:
+                    for key in sorted(disk.values.keys() - {MEMBERSHIP_KEY}):
+                        disk.flip_bit(key)
+            if rest[0] not in (away, forgetful):
+                self._cut_for_a_while(isolate(rest[0], self.cluster.names))
+
+        self.cluster.world.after(self.draw.uniform(0.2, 2.0), self._unless_over(forget))
+        return f"{away} is away, {forgetful} forgets"
+
     def _disk_full(self) -> str:
         """On one node, on some, or on all."""
         names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))

@@ -13,7 +13,7 @@ Mode = Literal["safety", "liveness"]
 FAULTS = (
     "halves", "bridge", "ring", "isolate", "one_way", "flapping", "swizzle", "alone", "client_cut", "reset",
     "slow", "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "disk_stall",
-    "sync_failed", "wall_jump", "epoch", "move",
+    "sync_failed", "wall_jump", "epoch", "move", "amnesia",
 )  # fmt: skip
 """What a nemesis can do; see ``kvcomm.chaos.nemesis``."""
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 READS = ("read", "final", "here")
 """``final``: when all is healed; ``here``: then, from the shard that was asked."""
 KINDS = (*READS, "set", "cas", "change", "clear")
+UNDECIDED = "undecided"
+"""Not a broken promise: the judge gave up."""
 
 
 class StrongWorkload:
@@ -230,7 +232,7 @@ def _linearizable(key: str, accesses: Sequence[Access]) -> Iterator[Violation]:
     try:
         unexplained = check_register(accesses)
     except TooHard:
-        yield Violation("undecided", f"{key}: the history of {len(accesses)} operations is too hard to judge")
+        yield Violation(UNDECIDED, f"{key}: the history of {len(accesses)} operations is too hard to judge")
         return
     if unexplained is not None:
         yield Violation("linearizable", f"{key}: no order of its operations explains {unexplained}")

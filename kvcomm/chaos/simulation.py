@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
-from kvcomm.chaos.registers import MixedWorkload
+from kvcomm.chaos.registers import UNDECIDED, MixedWorkload
 from kvcomm.chaos.watch import Violation
 from kvcomm.chaos.workload import Work, Workload
 
@@ -32,6 +33,8 @@ class Result:
     plan: Plan
     history: History
     violations: list[Violation]
+    undecided: list[Violation]
+    """Registers whose history was too hard to judge: no verdict, and no clean bill either."""
     event_count: int
     frame_count: int
     simulated_s: float
@@ -44,7 +47,8 @@ def simulate(
     workload: Callable[[Plan], Workload] = MixedWorkload,
     script: Callable[[Nemesis], None] | None = None,
 ) -> Result:
-    """Run ``plan``; a broken invariant of a machine is a violation like any other.
+    """Run ``plan``; a broken invariant of a machine, and whatever else it raises, is a violation like any
+    other.
 
     Args:
         parts: what the cluster is made of, in place of what is shipped.
@@ -57,10 +61,14 @@ def simulate(
         violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
+    except Exception:
+        text = f"at {cluster.world.now:.6f}: {traceback.format_exc(limit=-3)}"
+        violations = [*cluster.violations, Violation("crash", text)]
     return Result(
         plan,
         cluster.history,
-        violations,
+        [violation for violation in violations if violation.promise != UNDECIDED],
+        [violation for violation in violations if violation.promise == UNDECIDED],
         cluster.world.event_count,
         cluster.network.frame_count,
         cluster.world.now,

@@ -28,6 +28,10 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
+OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
+"""Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them is
+frequent."""
+
 
 def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     """The world of ``seed``."""
@@ -37,6 +41,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     copies = min(replicas, shards)
     write_quorum = draw.between(1, copies) if draw.chance(0.3) else copies // 2 + 1
     read_quorum = draw.between(1, copies)
+    strong_percent = strong.choice((0, 30, 70, 100))
     policies: tuple[tuple[Fsync, int], ...] = (("always", 6), ("interval", 2), ("never", 1))
     return Plan(
         seed=seed,
@@ -61,7 +66,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
             ("delete", draw.between(0, 3)),
             ("batch", draw.between(0, 3)),
         ),
-        strong_percent=strong.choice((0, 30, 70, 100)),
+        strong_percent=strong_percent,
         registers=strong.weighted(((1, 3), (2, 2), (5, 1))),
         strong_mix=(
             ("read", strong.between(2, 6)),
@@ -71,13 +76,19 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
             ("clear", strong.between(0, 2)),
         ),
         spread=strong.chance(0.5),
-        faults=_faults(draw),
+        faults=_faults(draw) + _faults_of_voters(strong, strong_percent),
         fault_every_s=draw.choice((0.3, 0.8, 2.5)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
         repair_interval_s=1.0 if draw.chance(0.2) else None,
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
+
+
+def _faults_of_voters(draw: Draw, strong_percent: int) -> tuple[str, ...]:
+    if not strong_percent or draw.chance(0.5):
+        return ()
+    return (draw.choice(OF_VOTERS),) * 3
 
 
 def _weather(draw: Draw) -> Weather:
