@@ -22,6 +22,7 @@ from kvcomm.block import (
 from kvcomm.blockplane import BlockPlane, Prefix, Stored
 from kvcomm.errors import NamespaceError, PayloadError, Refused, Unavailable
 from kvcomm.manifest import Manifest
+from kvcomm.mergeplane import MergePlane
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
@@ -256,6 +257,9 @@ class Operations:
         if self._state is None:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._state
+
+    def merging(self) -> MergePlane:
+        return MergePlane(self.state())
 
     def strong(self) -> StrongPlane:
         if self._strong is None:

@@ -5,6 +5,7 @@ Record names are paths of percent-encoded parts, so a name can hold any text and
 a part::
 
     state/<name>/<key>               a value somebody put
+    counter/<name>/<key>             one of the classes whose siblings are resolved: kvcomm.resolvers
     context/<agent>/<session>        the head of an agent's context: an encoded Manifest
 
 The plane remembers the causal context of what this client last saw of each record (bounded), so that a plain
@@ -124,7 +125,20 @@ class StatePlane:
         for name, value, _ in writes:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 raise TooLarge(f"record {name!r}: {len(value)} bytes is over the limit of {VALUE_BYTES_MAX}")
-        batch = [self._write(name, value, context) for name, value, context in writes]
+        return (yield from self._send([self._write(name, value, context) for name, value, context in writes]))
+
+    def change(self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool) -> Steps[None]:
+        """Change records that are resolved, by ``(name, delta or None to delete)``; see ``MergePlane``.
+        ``knowing``: send what was last seen of them along."""
+        batch: list[RecordWrite] = []
+        for name, delta in changes:
+            if delta is not None and len(delta) > VALUE_BYTES_MAX:
+                raise TooLarge(f"record {name!r}: {len(delta)} bytes is over the limit of {VALUE_BYTES_MAX}")
+            context = self._contexts.get(name, _NOTHING_SEEN) if knowing else _NOTHING_SEEN
+            batch.append(RecordWrite(name, None, context, None, delta))
+        yield from self._send(batch)
+
+    def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:
         writing = self._records.record_put(batch)
         versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
         self._tally.wrote(len(versions))

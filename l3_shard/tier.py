@@ -180,6 +180,7 @@ class L3Tier:
             Unavailable: no owner of some key could be reached; nothing was written.
             OutcomeUnknown: some of the batch was or may have been written.
             Conflict: a record has its most siblings already, or a context was not read from it.
+            Rejected: a value breaks a rule of the coordinator.
             TooLarge: a value, a name or a record is over its limit.
         """
         versions: dict[int, RecordVersion] = {}
@@ -193,7 +194,7 @@ class L3Tier:
             versions.update(zip(indices, message.versions, strict=True))
             return True
 
-        sizes = [len(write.key) + len(write.value or b"") for write in writes]
+        sizes = [len(write.key) + len(write.value or b"") + len(write.delta or b"") for write in writes]
         batch = Batch([write.key for write in writes], sizes, request, take)
         yield from Coordination(self._routes, batch).steps()
         return [versions[index] for index in range(len(writes))]
