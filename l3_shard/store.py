@@ -425,7 +425,10 @@ class RecordStore:
         """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
         free_bytes = self._free_bytes(self._directory)
         if free_bytes < RESERVE_BYTES + 2 * need_bytes:
-            raise DiskFull(f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}")
+            raise DiskFull(
+                f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}; "
+                "free some space on that disk and writes go on by themselves"
+            )
 
     def _grow(self, need_bytes: int, error: lmdb.Error) -> None:
         """Double the map.  Address space costs nothing; the file grows with what is written."""

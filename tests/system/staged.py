@@ -151,8 +151,8 @@ class _Orders(list[Effect]):
 
 def _stage_up(stage: Stage) -> None:
     """Have the supervisor start staged nodes."""
-    up = importlib.import_module("kvcomm.cli.up")
-    supervisor = importlib.import_module("controller.supervisor")
+    up: Any = importlib.import_module("kvcomm.cli.up")
+    supervisor: Any = importlib.import_module("controller.supervisor")
     shipped = up._command
 
     def command(cluster: Any, spec: Any, config: Path) -> list[str]:
@@ -165,8 +165,8 @@ def _stage_up(stage: Stage) -> None:
 
 
 def _stage_shard(stage: Stage, node: str) -> None:
-    server = importlib.import_module("l3_shard.server")
-    store = importlib.import_module("l3_shard.store")
+    server: Any = importlib.import_module("l3_shard.server")
+    store: Any = importlib.import_module("l3_shard.store")
     StagedShard.crash_point = CrashPoint(stage.point(node))
     server.Shard = StagedShard
     server.WALL_INTERVAL_S = WALL_INTERVAL_S
