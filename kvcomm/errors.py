@@ -76,6 +76,13 @@ class TooLarge(Refused):
     code = "too_large"
 
 
+class Rejected(Refused):
+    """The value breaks a rule of ``records.validators``; nothing was written, the old value stays.  The
+    message names the rule."""
+
+    code = "rejected"
+
+
 class Unauthenticated(Refused):
     """The credential is missing or wrong."""
 
@@ -114,6 +121,7 @@ _BY_CODE: dict[str, type[KVCommError]] = {
         Refused,
         PoolFull,
         TooLarge,
+        Rejected,
         Unauthenticated,
     )
 }

@@ -50,6 +50,12 @@ class Draft:
     """The replicas beside this one."""
     need: int
     """Acknowledgements that make it done, this shard's own included."""
+    delta: bytes | None = None
+    """Instead of a value, where siblings are resolved."""
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.value or b"") + len(self.delta or b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +125,7 @@ class Writing:
         Raises:
             Refused: the shard is busy.
         """
-        request = self._desk.open(origin, len(drafts), sum(len(draft.value or b"") for draft in drafts))
+        request = self._desk.open(origin, len(drafts), sum(draft.held_bytes for draft in drafts))
         put = _Put(request, epoch, open_count=len(drafts))
         put.writes = [_Write(self, put, draft) for draft in drafts]
         request.expire = partial(self._expire, put)
