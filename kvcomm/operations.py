@@ -219,22 +219,22 @@ class Operations:
         (found,) = yield from self.strong().read([record_name("strong", name, key)])
         return found
 
-    def strong_put(self, name: str, key: str, value: bytes) -> Steps[StrongValue]:
-        return (yield from self.strong().put(record_name("strong", name, key), value))
+    def strong_put(self, name: str, key: str, value: bytes, fence: int = 0) -> Steps[StrongValue]:
+        return (yield from self.strong().put(record_name("strong", name, key), value, fence))
 
     def strong_compare_and_set(
-        self, name: str, key: str, expected: bytes, value: bytes | None
+        self, name: str, key: str, expected: bytes, value: bytes | None, fence: int = 0
     ) -> Steps[StrongValue]:
         record = record_name("strong", name, key)
-        return (yield from self.strong().compare_and_set(record, expected, value))
+        return (yield from self.strong().compare_and_set(record, expected, value, fence))
 
     def strong_change(
-        self, name: str, key: str, function: Callable[[bytes | None], bytes | None]
+        self, name: str, key: str, function: Callable[[bytes | None], bytes | None], fence: int = 0
     ) -> Steps[StrongValue]:
-        return (yield from self.strong().change(record_name("strong", name, key), function))
+        return (yield from self.strong().change(record_name("strong", name, key), function, fence))
 
-    def strong_delete(self, name: str, key: str) -> Steps[StrongValue]:
-        return (yield from self.strong().delete(record_name("strong", name, key)))
+    def strong_delete(self, name: str, key: str, fence: int = 0) -> Steps[StrongValue]:
+        return (yield from self.strong().delete(record_name("strong", name, key), fence))
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         return (yield from self.state().names(prefix))
