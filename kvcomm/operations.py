@@ -21,6 +21,7 @@ from kvcomm.block import (
 )
 from kvcomm.blockplane import BlockPlane, Prefix, Stored
 from kvcomm.errors import NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
@@ -93,11 +94,13 @@ class Operations:
         tenant: TenantDigest,
         producer: Incarnation,
         strong: StrongPlane | None = None,
+        leases: LeasePlane | None = None,
     ) -> None:
         self._blocks = blocks
         self._tally = tally
         self._state = state
         self._strong = strong
+        self._leases = leases
         self._tenant = tenant
         self._producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
@@ -261,6 +264,11 @@ class Operations:
         if self._strong is None:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._strong
+
+    def leases(self) -> LeasePlane:
+        if self._leases is None:
+            raise Unavailable("this cluster has no shards, so it keeps no state")
+        return self._leases
 
     def _namespace_of(self, head: Manifest | None, namespace: Namespace | None) -> Namespace:
         # list() first: it copies at once, while other threads may bind namespaces of their own.

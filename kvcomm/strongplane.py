@@ -50,7 +50,7 @@ class StrongConflict(Conflict):
         self.found = found
 
 
-class _Never:
+class Never:
     """A waiter that is never done: to wait for a while and nothing else."""
 
     def add_callback(self, call: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class StrongPlane:
                 found = conflict.found
             failed_count += 1
             ceiling_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(failed_count - 1, 16))
-            yield Park(_Never(), ceiling_s * self._draw())
+            yield Park(Never(), ceiling_s * self._draw())
 
     def _change(self, order: StrongOrder) -> Steps[StrongValue]:
         if order.value is not None and len(order.value) > VALUE_BYTES_MAX:
