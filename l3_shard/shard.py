@@ -47,6 +47,7 @@ from kvcomm.resolvers import resolver_of
 from kvcomm.validators import Validators
 from kvcomm.version import Dot, VersionError, VersionVector
 from kvcomm.wire.messages import (
+    FENCE_MAX,
     KEYS_MAX,
     VALUE_BYTES_MAX,
     Done,
@@ -651,8 +652,10 @@ class Shard:
                 raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
             if order.op == "put" and order.value is None:
                 raise Refused("a put without a value; delete says what you mean")
+            if not 0 <= order.fence <= FENCE_MAX:
+                raise Refused(f"a fence is a lease epoch from 1 to {FENCE_MAX}, or 0, got {order.fence}")
         orders = [
-            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value, order.fence)
             for order in message.changes
         ]
         self._strong_run(origin, orders)
