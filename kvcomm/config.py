@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from kvcomm.errors import ConfigError
+from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
 TRANSPORTS_RUN = ("shm", "tcp")
@@ -117,6 +118,10 @@ def _count(value: Any, _ram_bytes: int) -> int:
     return _at_least(value, 0, "a count")
 
 
+def _positive_bytes(value: Any, ram_bytes: int) -> int:
+    return _at_least(_bytes(value, ram_bytes), 1, "a size")
+
+
 def _positive_count(value: Any, _ram_bytes: int) -> int:
     return _at_least(_count(value, 0), 1, "a count")
 
@@ -153,6 +158,19 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     if not set(value) & set(TRANSPORTS_RUN):
         raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
+
+
+def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        _unlike(value, "a list of rules, each with names and what it demands")
+    rules: list[Rule] = []
+    for number, written in enumerate(value, start=1):
+        try:
+            sizes = {key: _bytes(written[key], 0) for key in ("value_bytes_max",) if key in written}
+            rules.append(rule_of(written | sizes))
+        except (ValueError, TypeError) as error:  # TypeError: a key that is no text
+            raise ValueError(f"rule {number}: {error}") from error
+    return tuple(rules)
 
 
 def _at_least(value: int, least: int, what: str) -> int:
@@ -344,6 +362,29 @@ class StorageConfig:
         "fsync_interval", _positive_seconds, "50ms",
         "How often `fsync: interval` forces writes to disk. Not used otherwise.",
     )  # fmt: skip
+    scrub_interval_s: float = _setting(
+        "scrub_interval", _positive_seconds, "24h",
+        "Within this time each shard reads and verifies every record it keeps, so that one that decayed on "
+        "the disk is fetched from the other shards before those lose it too. Shorter: found sooner, for more "
+        "reading.",
+    )  # fmt: skip
+    scrub_rate_bytes: int = _setting(
+        "scrub_rate", _positive_bytes, "8MB",
+        "Record bytes that this reads a second, at most. Where it is too little for `scrub_interval`, a pass "
+        "takes longer.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsConfig:
+    """What the values of records keep to."""
+
+    validators: tuple[Rule, ...] = _setting(
+        "validators", _validators, [],
+        "Rules that a written value must keep, by name; see [records](records.md). A write that breaks one "
+        "is refused (`Rejected`) before anything is written. Checked by the shard that coordinates the "
+        "write, against what it has seen: two sides of a split may together break what each has kept.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +408,14 @@ class Config:
     """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree.
 
     ``cache``: how much is kept; ``network``: how it travels; ``cluster``: who takes part; ``storage``: where
-    records lie; ``security``: who we are.
+    records lie; ``records``: what may be written to them; ``security``: who we are.
     """
 
     cache: CacheConfig = field(metadata={"section": CacheConfig})
     network: NetworkConfig = field(metadata={"section": NetworkConfig})
     cluster: ClusterConfig = field(metadata={"section": ClusterConfig})
     storage: StorageConfig = field(metadata={"section": StorageConfig})
+    records: RecordsConfig = field(metadata={"section": RecordsConfig})
     security: SecurityConfig = field(metadata={"section": SecurityConfig})
 
 

@@ -64,6 +64,13 @@ class Refused(KVCommError):
     code = "refused"
 
 
+class Fenced(Refused):
+    """A later epoch of a lease has changed the record, so this one is over; nothing was changed.  Stop what
+    the lease was for, and acquire it anew."""
+
+    code = "fenced"
+
+
 class PoolFull(Refused):
     """No room could be freed: all that could go is pinned or reserved.  Drop views or enlarge the pool."""
 
@@ -119,6 +126,7 @@ _BY_CODE: dict[str, type[KVCommError]] = {
         OutcomeUnknown,
         Corrupt,
         Refused,
+        Fenced,
         PoolFull,
         TooLarge,
         Rejected,

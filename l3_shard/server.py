@@ -26,14 +26,16 @@ from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
+from kvcomm.validators import Validators
 from kvcomm.wire.messages import BlockGet, BlockLookup, BlockPut, Message, RingMap, RingNode
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
+from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
-from l3_shard.storage import Load, Persist, Scan
-from l3_shard.store import Fsync, RecordStore
+from l3_shard.storage import Audit, Database, Load, Persist, Scan
+from l3_shard.store import DiskFailed, Fsync, RecordStore
 from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
@@ -59,6 +61,7 @@ class ShardOptions:
     limits: ShardLimits = field(default_factory=ShardLimits)
     connect_timeout_s: float = 1.0
     repair: RepairOptions = field(default_factory=RepairOptions)
+    validators: Validators = field(default_factory=Validators)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class RunningShard:
     counts: Callable[[], ShardCounts]
     repair_counts: Callable[[], RepairCounts]
     strong_counts: Callable[[], StrongCounts]
+    scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
+    damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -136,6 +141,7 @@ async def run_shard(
             repair=options.repair,
             notes=store.notes(),
             strong=StrongIdentity(strong_store.replica, incarnation, random.random),
+            validators=options.validators,
         )
     except BaseException:
         store.close()
@@ -157,7 +163,11 @@ async def run_shard(
         await process.tick_until_stopped()
     finally:
         await server.close()
-        await process.close()
+        try:
+            await process.close()
+        except DiskFailed:
+            if not process.reason:
+                raise  # else it is the same failure once more, and less than what we know
     if process.reason:
         raise ShardStopped(process.reason)
 
@@ -223,6 +233,8 @@ class _Process:
             counts=self._machine.counts,
             repair_counts=self._repair_counts,
             strong_counts=self._machine.strong_counts,
+            scrub_counts=self._machine.scrub_counts,
+            damaged_now=self._machine.damaged_now,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -264,7 +276,7 @@ class _Process:
             await self._strong_commits.close()
 
     def _perform(self, effect: Effect) -> None:
-        strong = isinstance(effect, Load | Persist | Scan) and effect.database == "strong"
+        strong = isinstance(effect, Load | Persist | Scan | Audit) and effect.database == "strong"
         (self._strong_commits if strong else self._commits).perform(effect)
 
     def _end(self, reason: str) -> None:

@@ -19,8 +19,9 @@ import pytest
 
 from kvcomm import Namespace, connect, connect_async
 from kvcomm.block import BlockKey, Buffer
-from kvcomm.client import DEADLINE_S, Client
+from kvcomm.client import Client
 from kvcomm.control import ControlClient
+from kvcomm.deadline import DEADLINE_S
 from kvcomm.embedded import Embedded
 from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, PayloadError, Refused, TooLarge, Unavailable
 from kvcomm.namespace import TenantDigest
