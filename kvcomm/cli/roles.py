@@ -90,6 +90,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.block import NO_TENANT
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.validators import Validators
     from l2_rdma.pool import PoolOptions, block_region
     from l3_shard.desk import ShardLimits
     from l3_shard.repair import RepairOptions
