@@ -375,6 +375,11 @@ class Shard:
         self._get_count += 1
         tenant = origin.tenant
         queries = [self._query(tenant, key) for key in _checked_keys(message.keys)]
+        if message.least:
+            if len(message.least) != len(queries):
+                raise Refused(f"{len(queries)} keys with {len(message.least)} least contexts")
+            pairs = zip(queries, message.least, strict=True)
+            queries = [query._replace(least=least) if least else query for query, least in pairs]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:

@@ -43,7 +43,16 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
-from kvcomm.wire.messages import Failure, Message, RecordState, RecordVersion, RecordWrite, RingMap, RingNode
+from kvcomm.wire.messages import (
+    Dots,
+    Failure,
+    Message,
+    RecordState,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    RingNode,
+)
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
@@ -493,8 +502,8 @@ class Witness:
         self._records = records
         self.versions: list[RecordVersion] = []
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
-        return self._records.record_get(keys)
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys, least)
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         self.versions = yield from self._records.record_put(writes)
