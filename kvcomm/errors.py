@@ -83,6 +83,13 @@ class TooLarge(Refused):
     code = "too_large"
 
 
+class Rejected(Refused):
+    """The value breaks a rule of ``records.validators``; nothing was written, the old value stays.  The
+    message names the rule."""
+
+    code = "rejected"
+
+
 class Unauthenticated(Refused):
     """The credential is missing or wrong."""
 
@@ -122,6 +129,7 @@ _BY_CODE: dict[str, type[KVCommError]] = {
         Fenced,
         PoolFull,
         TooLarge,
+        Rejected,
         Unauthenticated,
     )
 }

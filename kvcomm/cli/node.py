@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
     from l3_shard.repair import RepairCounts
+    from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
 
@@ -159,6 +161,20 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+
+    def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
+        """The same for what goes over them on the disk."""
+        metrics = self.metrics
+        metrics.gauge("kvcomm_damaged_records").set(damaged_now)
+        for database, counts in scrubs.items():
+            metrics.counter("kvcomm_scrubbed_bytes_total", database=database).advance_to(counts.looked_bytes)
+            metrics.counter("kvcomm_scrub_passes_total", database=database).advance_to(counts.passes)
+            for problem, count in (
+                ("damaged", counts.damaged), ("lost", counts.lost), ("misfiled", counts.misfiled),
+                ("unreadable", counts.failed),
+            ):  # fmt: skip
+                series = metrics.counter("kvcomm_scrub_problems_total", database=database, problem=problem)
+                series.advance_to(count)
 
     def refresh_strong(self, counts: StrongCounts) -> None:
         """The same for its strong records."""

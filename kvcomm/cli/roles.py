@@ -94,6 +94,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from l3_shard.desk import ShardLimits
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
+    from l3_shard.scrub import ScrubOptions
     from l3_shard.server import ShardOptions, run_shard
 
     settings, cluster = process.settings, process.settings.cluster
@@ -114,6 +115,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
                 process.refresh_strong(running.strong_counts())
+                process.refresh_scrub(running.scrub_counts(), running.damaged_now())
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)
@@ -137,6 +139,9 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                         cluster.hint_bytes,
                         cluster.hint_age_s,
                         cluster.tombstone_age_s,
+                        scrub=ScrubOptions(
+                            settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes
+                        ),
                     ),
                 ),
                 blocks=store,

@@ -248,6 +248,8 @@ class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
     """What the caller had read; the write replaces exactly what this covers, and ``own``."""
     own: tuple[str, int] | None = None
     """Dot of the caller's last write of the record, where no context can cover it (see ``RecordVersion``)."""
+    delta: bytes | None = None
+    """Of a record that is resolved (``kvcomm.resolvers``): the change, instead of a value."""
 
 
 class RecordPut(Message, frozen=True):
