@@ -33,6 +33,7 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
+    Resumed,
     Stop,
     Tick,
 )
@@ -308,6 +309,7 @@ class ShardProcess:
         self._peers = Peers(cluster.network, host, identity)
         self._events: deque[Event] = deque()
         self._draining = False
+        self._pause_count = host.pause_count
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._waiting: list[Persist[RecordState]] = []
@@ -339,6 +341,9 @@ class ShardProcess:
 
     def deliver(self, event: Event) -> None:
         """One event at a time; those that an effect causes wait for their turn."""
+        if self._pause_count != self.host.pause_count:
+            self._pause_count = self.host.pause_count
+            self._events.append(Resumed())
         self._events.append(event)
         if self._draining:
             return

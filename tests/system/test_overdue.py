@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 
 import pytest
 
 from kvcomm import connect_async
+from kvcomm.block import Incarnation
 from kvcomm.client import Client
 from kvcomm.errors import KVCommError, OutcomeUnknown
+from kvcomm.rpc import AsyncPeers, Identity
+from kvcomm.steps import Ask
+from kvcomm.wire.messages import Failure, Message, RecordGet
 from tests.system.conftest import Cluster, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -66,3 +71,30 @@ def test_nothing_is_executed_late_after_a_pause(cluster: Cluster, kv: Client) ->
     for key, end in ends.items():
         if end == "done":
             assert seen(kv, key) == (b"late",)
+
+
+async def _ask_while_it_stands(cluster: Cluster, stopped: str, other: str) -> list[Message]:
+    """Answers to gets under the epoch of then, sent to ``stopped`` while ``other`` makes a new one."""
+    ring = cluster.instance.ring()
+    assert ring is not None
+    peers = AsyncPeers(Identity(cluster.instance.credentials().token("default"), Incarnation(5)))
+    address, deadline = cluster.node(stopped).addresses[0], time.monotonic() + 90.0
+    try:
+        await peers.welcome(address, deadline)
+        cluster.kill(stopped, signal.SIGSTOP)
+        asks = [Ask(address, RecordGet(ring.epoch, [b"state/late/k%d" % number])) for number in range(50)]
+        requests = peers.start(asks, deadline)
+        await asyncio.to_thread(cluster.restarted, cluster.kill(other, signal.SIGKILL))
+        cluster.kill(stopped, signal.SIGCONT)
+        return [(await request.answer()).message for request in requests]
+    finally:
+        cluster.kill(stopped, signal.SIGCONT)
+        await peers.close()
+
+
+def test_nothing_is_answered_under_the_ring_of_then(cluster: Cluster, kv: Client) -> None:
+    """It asks the others before it answers: accepted stale epochs 0."""
+    stopped, other = [each.node for each in cluster.instance.nodes() if each.role == "shard"][:2]
+    answers = asyncio.run(_ask_while_it_stands(cluster, stopped, other))
+    codes = {answer.code if isinstance(answer, Failure) else type(answer).__name__ for answer in answers}
+    assert codes == {"stale_epoch"}
