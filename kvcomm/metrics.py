@@ -327,6 +327,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
     ),
     Definition(
+        "kvcomm_requests_overdue_total", "counter", _NODES,
+        "Requests refused because their sender had stopped waiting before they could be looked at.",
+    ),
+    Definition(
         "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
     ),
     Definition(

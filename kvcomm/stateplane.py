@@ -12,6 +12,12 @@ The plane remembers the causal context of what this client last saw of each reco
 read-modify-write replaces what was read and two clients that write without having seen each other become
 siblings.  A context counts the writes of *one* record: put with another record's, it would tell the replicas
 that writes were seen which have yet to come, and they would drop them.  So a context knows its record.
+
+**A session.**  The plane also remembers the most that this client has seen or written of each record, and a
+get says so: the answer has seen it too, or says ``degraded``.  That is *read your writes* and *monotonic
+reads*, whichever shard answers; *writes follow reads* and *monotonic writes* are what contexts are for, as
+long as no degraded answer was read in between.  The promise is one plane's, it begins with nothing, and
+lapses for the record that was used longest ago when there are more than ``CONTEXTS_MAX``.
 """
 
 from __future__ import annotations
@@ -38,10 +44,14 @@ sibling."""
 class Context(dict[str, int]):
     """What a caller has seen of one record: replica -> counter.  Hand it to a put of the same record."""
 
-    __slots__ = ("own", "record")
+    __slots__ = ("least", "own", "record")
 
-    def __init__(self, record: bytes, dots: Dots, own: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, record: bytes, dots: Dots, own: tuple[str, int] | None = None, least: Dots | None = None
+    ) -> None:
         super().__init__(dots)
+        self.least: Dots = self if least is None else least
+        """What the next get must have seen."""
         self.record = record
         self.own = own
         """The caller's own last write, where the counters cannot say that it was seen."""
@@ -53,7 +63,8 @@ class StateValue:
 
     ``values`` is empty when the record is absent or deleted, and has more than one entry when writers did
     not know of each other.  Hand ``context`` to the next put to replace exactly what you saw.  ``degraded``:
-    fewer replicas answered than the read quorum, so the values may be old.
+    fewer replicas answered than the read quorum, or none that has seen what this client saw before, so the
+    values may be old.
     """
 
     values: tuple[bytes, ...]
@@ -101,13 +112,15 @@ class StatePlane:
         self._contexts: OrderedDict[bytes, Context] = OrderedDict()
 
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
-        """Read records in one batch; absent ones have no values."""
-        reading = self._records.record_get(names)
+        """Read records in one batch; absent ones have no values.  Nothing older than what this plane has read
+        or written before, unless ``degraded`` says so."""
+        least = [self._contexts.get(name, _NOTHING_SEEN).least for name in names]
+        reading = self._records.record_get(names, least)
         answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading, len(names))
         found: list[StateValue] = []
-        for name, answer in zip(names, answers, strict=True):
+        for name, asked, answer in zip(names, least, answers, strict=True):
             self._tally.read(answer)
-            self._remember(Context(name, answer.context))
+            self._remember(Context(name, answer.context, least=self._least(name, asked, answer)))
             found.append(StateValue(answer.values, Context(name, answer.context), answer.degraded))
         return found
 
@@ -145,7 +158,9 @@ class StatePlane:
         contexts: list[Context] = []
         for write, version in zip(batch, versions, strict=True):
             own = (version.replica, version.counter) if version.own else None
-            self._remember(Context(write.key, version.context, own))
+            seen = self._contexts.get(write.key, _NOTHING_SEEN).least
+            least = _union(seen, version.context, {version.replica: version.counter})
+            self._remember(Context(write.key, version.context, own, least))
             contexts.append(Context(write.key, version.context, own))
         return contexts
 
@@ -183,11 +198,28 @@ class StatePlane:
             raise ValueError(f"the context of record {context.record!r} says nothing about {name!r}")
         return RecordWrite(name, value, context, context.own)
 
+    def _least(self, name: bytes, asked: Dots, answer: RecordAnswer) -> Dots | None:
+        """What later gets must have seen, when this one has; ``None`` = the answer itself."""
+        now = self._contexts.get(name, _NOTHING_SEEN).least
+        outdated = now is not asked  # by another thread, for one
+        if not now or not (answer.degraded or outdated):
+            return None  # it covers what was asked for, or the record was removed everywhere
+        return _union(now, answer.context)
+
     def _remember(self, context: Context) -> None:
         self._contexts.pop(context.record, None)  # then it is the newest; another thread may have evicted it
         self._contexts[context.record] = context
         while len(self._contexts) > CONTEXTS_MAX:
             self._contexts.popitem(last=False)
+
+
+def _union(*contexts: Dots) -> Dots:
+    union: Dots = {}
+    for context in contexts:
+        for replica, counter in context.items():
+            if counter > union.get(replica, 0):
+                union[replica] = counter
+    return union
 
 
 _NOTHING_SEEN = Context(b"", {})

@@ -25,6 +25,7 @@ from kvcomm.wire.messages import (
     KEYS_MAX,
     BlockLookup,
     BlockPresence,
+    Dots,
     Failure,
     Message,
     RecordGet,
@@ -141,13 +142,13 @@ class L3Tier:
 
     # -- records
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
         """See ``Records.record_get``.
 
         Raises:
             Unavailable: no owner of some key answered.
         """
-        found = yield from self._read(keys)
+        found = yield from self._read(keys, least)
         return [_record_answer(*found[index]) for index in range(len(keys))]
 
     def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
@@ -156,12 +157,15 @@ class L3Tier:
         states = [found[index][0] for index in range(len(keys))]
         return RecordStates(states, any(degraded for _, degraded in found.values()))
 
-    def _read(self, keys: Sequence[bytes]) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
+    def _read(
+        self, keys: Sequence[bytes], least: Sequence[Dots] = ()
+    ) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
         """By index: the state, and whether the shard that was asked for it called its answer degraded."""
         found: dict[int, tuple[RecordState | None, bool]] = {}
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
-            return RecordGet(epoch, [keys[index] for index in indices])
+            asked = [least[index] for index in indices] if any(least) else []
+            return RecordGet(epoch, [keys[index] for index in indices], asked)
 
         def take(indices: Sequence[int], message: Message) -> bool:
             if not isinstance(message, RecordStates) or len(message.states) != len(indices):

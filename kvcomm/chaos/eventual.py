@@ -17,6 +17,9 @@ Promised (a replica that nobody reads or writes may lag where nobody repairs, se
 * **nothing is made up**: every value that is read or left was written to that record;
 * **quorums meet**: with R + W > N and unmoved, undamaged replicas, a read that does not say ``degraded`` has
   seen every write that was acknowledged before it began;
+* **sessions**: with unmoved, undamaged replicas, what a client reads has seen all that the same client has
+  read or written of the record before, unless it says ``degraded`` (what was shown without having been
+  acknowledged may go with a disk);
 * **every operation ends** by its deadline;
 * **siblings** are at most the bound for each replica incarnation, and their contexts name incarnations only.
 """
@@ -132,6 +135,8 @@ class _Judge:
         yield from self._deadlines()
         for key, record in sorted(self._records.items()):
             yield from self._judge_record(key, record)
+        if self._ending.intact:
+            yield from self._sessions()
         if self._ending.intact and self._plan.read_quorum + self._plan.write_quorum > self._plan.copies:
             yield from self._quorums()
 
@@ -211,6 +216,25 @@ class _Judge:
                     "deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at}: {took_s:.3f} s"
                 )
 
+    def _sessions(self) -> Iterator[Violation]:
+        """A client does one thing after the other, so its returns are in its order."""
+        seen_by: dict[tuple[str, str], dict[str, int]] = {}
+        ended = [operation for operation in self._operations if operation.returned is not None]
+        for operation in sorted(ended, key=lambda each: each.returned.at if each.returned else 0.0):
+            assert operation.returned is not None
+            client, returned = operation.invoked.client, operation.returned
+            for key, seen in zip(operation.invoked.keys, returned.seen, strict=False):
+                before = seen_by.setdefault((client, key), {})
+                missing = {dot for dot in before.items() if seen.context.get(dot[0], 0) < dot[1]}
+                if missing and not seen.degraded:
+                    what = f"{client} read {key} at {operation.invoked.at}"
+                    yield Violation("sessions", f"{what} without {sorted(missing)}, seen before")
+                _raise(before, seen.context)
+            for write, stored in zip(operation.invoked.writes, returned.stored, strict=False):
+                before = seen_by.setdefault((client, write.key), {})
+                _raise(before, stored.context)
+                _raise(before, {stored.replica: stored.counter})
+
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})
         seen, living = _join(replicas)
@@ -261,6 +285,11 @@ class _Judge:
                             f"{operation.invoked.client} read {key} at {operation.invoked.at} and did not "
                             f"see ({replica}, {counter}), acknowledged at {at}",
                         )
+
+
+def _raise(seen: dict[str, int], context: Mapping[str, int]) -> None:
+    for replica, counter in context.items():
+        seen[replica] = max(seen.get(replica, 0), counter)
 
 
 def _join(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:

@@ -138,6 +138,7 @@ class NodeProcess:
         metrics.store(store.usage())
         metrics.gauge("kvcomm_connections").set(server.connection_count)
         metrics.gauge("kvcomm_ring_epoch").set(epoch)
+        metrics.counter("kvcomm_requests_overdue_total").advance_to(server.overdue_count)
         for message, count in server.request_counts.items():
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
         for status, count in grant_counts.items():

@@ -230,6 +230,8 @@ class RecordState(msgspec.Struct, frozen=True, array_like=True):
 class RecordGet(Message, frozen=True):
     epoch: int
     keys: Many[bytes]
+    least: Many[Dots] = []
+    """One a key, or none at all: what the answer must have seen, else it is ``degraded``."""
 
 
 class RecordStates(Message, frozen=True):

@@ -18,7 +18,7 @@ from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer
-from kvcomm.wire.messages import VALUE_BYTES_MAX, RecordVersion, RecordWrite
+from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 from tests.kvcomm.test_blockplane import NAMESPACE, run
 
 
@@ -27,8 +27,11 @@ class FakeRecords:
     answers: dict[bytes, RecordAnswer] = field(default_factory=dict)
     written: list[RecordWrite] = field(default_factory=list)
     own: bool = False
+    asked: list[list[Dots]] = field(default_factory=list)
+    """The least contexts of each get."""
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        self.asked.append([dict(each) for each in least])
         yield from ()
         return [self.answers.get(key, RecordAnswer((), {}, False)) for key in keys]
 
@@ -101,6 +104,60 @@ def test_the_context_of_another_record_is_refused() -> None:
             run(state.put([(b"n", b"fine", None), (b"m", b"v", context)]))
     assert len(records.written) == 1
     run(state.put([(b"m", b"v", {}), (b"m", b"v", dict(written))]))
+
+
+def test_a_get_asks_for_what_was_read_and_written_before() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n", b"m"]))
+    run(state.put([(b"m", b"v", None)]))
+    run(state.get([b"n", b"m"]))
+    assert records.asked == [[{}, {}], [{"x": 4}, {"a": 1}]]
+
+
+def test_an_own_write_counts_also_where_no_context_covers_it() -> None:
+    class Uncovered(FakeRecords):
+        def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+            yield from ()
+            return [RecordVersion("b", 7, dict(write.context), 2, True) for write in writes]
+
+    records = Uncovered({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n"]))
+    run(state.put([(b"n", b"w", None)]))
+    run(state.get([b"n"]))
+    assert records.asked[-1] == [{"x": 4, "b": 7}]
+
+
+def test_a_degraded_answer_lowers_nothing_and_a_sound_one_may() -> None:
+    """A sound answer without what was asked for says that the record was removed and begun anew."""
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n"]))
+    records.answers[b"n"] = RecordAnswer((b"old",), {"x": 2, "y": 1}, True)
+    run(state.get([b"n"]))
+    run(state.get([b"n"]))
+    records.answers[b"n"] = RecordAnswer((), {}, False)
+    run(state.get([b"n"]))
+    run(state.get([b"n"]))
+    assert records.asked == [[{}], [{"x": 4}], [{"x": 4, "y": 1}], [{"x": 4, "y": 1}], [{}]]
+
+
+def test_an_answer_that_was_asked_for_before_a_write_does_not_forget_the_write() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    reading = state.get([b"n"])
+
+    def late(keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        run(state.put([(b"n", b"w", None)]))  # another thread, while the get is under way
+        yield from ()
+        return [records.answers[key] for key in keys]
+
+    records.record_get = late  # type: ignore[method-assign]
+    run(reading)
+    del records.record_get
+    run(state.get([b"n"]))
+    assert records.asked == [[{"x": 4, "a": 1}]]
 
 
 def test_what_a_caller_does_to_a_context_is_not_remembered() -> None:

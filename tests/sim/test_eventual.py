@@ -113,11 +113,23 @@ def test_an_own_write_that_no_context_covers_may_go_and_may_stay() -> None:
 
 
 def test_quorums_meet_unless_degraded_or_replicas_were_lost() -> None:
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1) == ["quorums"]
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1) == ["quorums"]
     assert Story().put("a", 1).get([], 0, degraded=True).promises({1: "a"}, 1) == []
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1, intact=False) == []
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1, intact=False) == []
     apart = Plan(seed=0, read_quorum=1, write_quorum=2)
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1, plan=apart) == []
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1, plan=apart) == []
+
+
+def test_a_session_does_not_go_back_unless_degraded() -> None:
+    apart = Plan(seed=0, read_quorum=1, write_quorum=2)
+    own = Story().put("a", 1).get([], 0)
+    assert own.promises({1: "a"}, 1, plan=apart) == ["sessions"], "read your writes"
+    reads = Story().put("a", 1, client="d").get(["a"], 1).get([], 0)
+    assert reads.promises({1: "a"}, 1, plan=apart) == ["sessions"], "monotonic reads"
+    assert reads.promises({1: "a"}, 1, intact=False, plan=apart) == [], "it may have gone with a disk"
+    assert Story().put("a", 1).get([], 0, degraded=True).promises({1: "a"}, 1, plan=apart) == []
+    others = Story().put("a", 1, client="d").get([], 0)
+    assert others.promises({1: "a"}, 1, plan=apart) == [], "another client's session"
 
 
 def test_every_operation_returns() -> None:
