@@ -12,7 +12,6 @@ answered when it has been read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockKey
@@ -146,40 +145,19 @@ class BlockService:
         self._store.release_holder(connection)
 
     def _get(self, origin: Origin, message: BlockGet, reply: ReplyFunction) -> None:
+        """What the store has is leased before the depot is asked: reading from that may evict it."""
         keys, tenant = _checked_keys(message.keys), self._tenant(origin)
-        below = self._only_below(keys, tenant)
+        use = origin.tenant != self._cluster
+        leases = [self._store.lease(key, tenant, use=use) for key in keys]
+        below: list[BlockKey] = []
+        if self._depot is not None:
+            missing = [key for key, lease in zip(keys, leases, strict=True) if lease is None]
+            present = self._depot.present(missing, tenant)
+            below = [key for key, there in zip(missing, present, strict=True) if there]
         if self._depot is None or not below:
-            self._send(origin, keys, reply, {})
+            _send(keys, leases, {}, reply)
         else:
-            self._depot.recall(below, tenant, partial(self._send_recalled, origin, keys, reply))
-
-    def _send_recalled(
-        self,
-        origin: Origin,
-        keys: Sequence[BlockKey],
-        reply: ReplyFunction,
-        recalled: Mapping[BlockKey, memoryview],
-    ) -> None:
-        try:
-            self._send(origin, keys, reply, recalled)
-        except TooLarge as error:  # nobody above us turns it into an answer: the request was taken long ago
-            reply(Failure(error.code, error.message))
-
-    def _send(
-        self,
-        origin: Origin,
-        keys: Sequence[BlockKey],
-        reply: ReplyFunction,
-        recalled: Mapping[BlockKey, memoryview],
-    ) -> None:
-        tenant, leases = self._tenant(origin), _Leases()
-        for key in keys:
-            lease = self._store.lease(key, tenant, use=origin.tenant != self._cluster)
-            leases.add(lease, recalled.get(key))
-        if leases.copies_bytes > BATCH_BYTES_MAX:
-            leases.release()
-            raise TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
-        reply(BlockCopies(leases.sizes), leases.copies, leases.release)
+            self._depot.recall(below, tenant, lambda recalled: _send(keys, leases, recalled, reply))
 
     def _tenant(self, origin: Origin) -> bytes:
         """Whose blocks the caller may see."""
@@ -267,31 +245,29 @@ class BlockService:
             raise Refused("this server's memory is not shared with this tenant; put blocks with BlockPut")
 
 
-class _Leases:
-    """The copies of one get, released together."""
+def _send(
+    keys: Sequence[BlockKey],
+    leases: Sequence[Lease | None],
+    recalled: Mapping[BlockKey, memoryview],
+    reply: ReplyFunction,
+) -> None:
+    """Answer a get: leased copies, and for the rest recalled ones, which have memory of their own."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.copies: list[memoryview] = []
-        self.copies_bytes = 0
-        self._held: list[Lease] = []
+    def release() -> None:
+        for lease in leases:
+            if lease is not None:
+                lease.release()
 
-    def add(self, lease: Lease | None, recalled: memoryview | None) -> None:
-        """``recalled``: a copy with memory of its own, in case that there is no lease."""
-        copy = recalled if lease is None else lease.copy
-        if lease is not None:
-            self._held.append(lease)
-        if copy is None:
-            self.sizes.append(0)
-            return
-        self.copies.append(copy)
-        self.sizes.append(copy.nbytes)
-        self.copies_bytes += copy.nbytes
-
-    def release(self) -> None:
-        self.copies.clear()
-        for lease in self._held:
-            lease.release()
+    found = [
+        recalled.get(key) if lease is None else lease.copy for key, lease in zip(keys, leases, strict=True)
+    ]
+    copies = [copy for copy in found if copy is not None]
+    if sum(copy.nbytes for copy in copies) > BATCH_BYTES_MAX:
+        release()
+        error = TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
+        reply(Failure(error.code, error.message))
+    else:
+        reply(BlockCopies([0 if copy is None else copy.nbytes for copy in found]), copies, release)
 
 
 def _checked_count(items: list[T], count_max: int = KEYS_MAX) -> list[T]:

@@ -202,8 +202,10 @@ class BlockDisk:
                     self._note_idle()
                     await self._idle.wait()
         self._closed = True
-        for read in self._reads.values():
+        for key, read in self._reads.items():
             read.timer.cancel()
+            for recall in read.waiting:
+                recall.take(key, None)
         if self._retry is not None:
             self._retry.cancel()
         if self._write is not None:  # the disk is stuck: its thread has the slot's memory until it wakes up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import pytest
@@ -122,3 +122,21 @@ def test_the_cluster_s_own_nodes_see_every_tenant_s_blocks_and_leave_no_mark(
     assert store.used(KEYS[:2]) == [False, False]
     connection.call(BlockGet(0, [*KEYS[:1]]), deadline=soon())
     assert store.used(KEYS[:2]) == [True, False]
+
+
+def test_what_reading_from_below_evicts_is_still_sent(
+    connection: Connection, store: DictStore, depot: DictDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(connection, KEYS[1])
+    depot.held = {KEYS[0]: COPIES[KEYS[0]]}
+    read = depot.recall
+
+    def evicting(
+        keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+    ) -> None:
+        assert store.copies.pop(KEYS[1]).leases == 1
+        read(keys, tenant, done)
+
+    monkeypatch.setattr(depot, "recall", evicting)
+    frame = connection.call(BlockGet(0, [*KEYS[:2]]), deadline=soon())
+    assert b"".join(frame.payload) == COPIES[KEYS[0]] + COPIES[KEYS[1]]
