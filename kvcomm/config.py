@@ -117,6 +117,10 @@ def _count(value: Any, _ram_bytes: int) -> int:
     return _at_least(value, 0, "a count")
 
 
+def _positive_bytes(value: Any, ram_bytes: int) -> int:
+    return _at_least(_bytes(value, ram_bytes), 1, "a size")
+
+
 def _positive_count(value: Any, _ram_bytes: int) -> int:
     return _at_least(_count(value, 0), 1, "a count")
 
@@ -350,6 +354,17 @@ class StorageConfig:
     fsync_interval_s: float = _setting(
         "fsync_interval", _positive_seconds, "50ms",
         "How often `fsync: interval` forces writes to disk. Not used otherwise.",
+    )  # fmt: skip
+    scrub_interval_s: float = _setting(
+        "scrub_interval", _positive_seconds, "24h",
+        "Within this time each shard reads and verifies every record it keeps, so that one that decayed on "
+        "the disk is fetched from the other shards before those lose it too. Shorter: found sooner, for more "
+        "reading.",
+    )  # fmt: skip
+    scrub_rate_bytes: int = _setting(
+        "scrub_rate", _positive_bytes, "8MB",
+        "Record bytes that this reads a second, at most. Where it is too little for `scrub_interval`, a pass "
+        "takes longer.",
     )  # fmt: skip
 
 

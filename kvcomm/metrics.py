@@ -220,6 +220,7 @@ _SHARD: tuple[Scope, ...] = ("shard",)
 _TIERS: tuple[str, ...] = get_args(TierName)
 _DEPOT_STATES: tuple[str, ...] = get_args(DepotState)
 _DISK_EVENTS = ("written", "read", "promoted", "evicted", "dropped", "damaged", "busy")
+_DATABASES = ("records", "strong")
 _GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
 _RECORD_OPERATIONS = ("get", "put", "scan")
 _OPERATIONS = (
@@ -436,6 +437,27 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_caught_up", "gauge", _SHARD,
         "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
         "ask those.",
+    ),
+    Definition(
+        "kvcomm_damaged_records", "gauge", _SHARD,
+        "Records whose bytes were damaged and that have not been got back from other shards. Anything but 0 "
+        "for long is worth an alarm.",
+    ),
+    Definition(
+        "kvcomm_scrubbed_bytes_total", "counter", _SHARD,
+        "Stored record bytes that were read and verified though nobody asked for them.",
+        {"database": _DATABASES},
+    ),
+    Definition(
+        "kvcomm_scrub_passes_total", "counter", _SHARD,
+        "Times that all records were gone through; see `storage.scrub_interval`.", {"database": _DATABASES},
+    ),
+    Definition(
+        "kvcomm_scrub_problems_total", "counter", _SHARD,
+        "What was found: records with `damaged` bytes, records that were `lost` though the index has them, "
+        "sound records about which the index was wrong (`misfiled`), steps that the disk refused "
+        "(`unreadable`). The first three are mended.",
+        {"database": _DATABASES, "problem": ("damaged", "lost", "misfiled", "unreadable")},
     ),
     Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",

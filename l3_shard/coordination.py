@@ -40,6 +40,8 @@ class Coordination:
         self._routes, self._batch = routes, batch
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
+        self._trouble: dict[int, str] = {}
+        """What the last owner that could not serve a key said."""
         self._stale: set[int] = set()
         self._records_max = RECORDS_MAX
         self._done_count = 0
@@ -69,7 +71,10 @@ class Coordination:
             if node is not None:
                 by_node.setdefault(node, []).append(index)
             else:
-                self._errors.append(Unavailable(f"none of {len(owners)} owners of a record could be reached"))
+                text = (
+                    f"none of {len(owners)} owners of a record could serve it{self._trouble.get(index, '')}"
+                )
+                self._errors.append(Unavailable(text))
         for node, indices in by_node.items():
             size = 0
             piece: list[int] = []
@@ -107,6 +112,7 @@ class Coordination:
         elif isinstance(error, Unavailable):
             for index in indices:
                 self._tried.setdefault(index, set()).add(node)
+                self._trouble[index] = f"; {node}: {error.message}"
             self._todo += indices
         elif isinstance(error, TooLarge) and len(indices) > 1 and not any(self._batch.sizes):
             self._records_max = max(1, len(indices) // 2)

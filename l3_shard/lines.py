@@ -65,6 +65,19 @@ DAMAGED_MAX = 65_536
 """Damaged records remembered; over it they are forgotten, and found once more."""
 
 
+class _Same(Generic[S]):
+    """A ``Change`` that changes nothing."""
+
+    def apply(self, state: S) -> S:
+        return state
+
+    def durable(self, state: S) -> None:
+        """Nobody waits for it."""
+
+    def failed(self, error: KVCommError) -> None:
+        """The disk is full or cannot be read: the next pass asks again."""
+
+
 @dataclass(eq=False, slots=True)
 class _Line(Generic[S]):
     written: S
@@ -154,6 +167,7 @@ class Lines(Generic[S]):
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
         self._damaged: set[bytes] = set()  # found so, and not mended since, whatever was written over it
+        self._to_rewrite: set[bytes] = set()  # to be persisted although nothing changed
 
     def known(self, key: bytes) -> S | None:
         """The durable state, if it is here."""
@@ -224,7 +238,7 @@ class Lines(Generic[S]):
                 if event.outcome == "durable":
                     change.durable(line.written)
                 else:
-                    change.failed(Unavailable(f"the shard's disk is full, nothing was written: {event.text}"))
+                    change.failed(Unavailable(f"the disk is full, nothing was written: {event.text}"))
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
@@ -236,6 +250,31 @@ class Lines(Generic[S]):
         line = self._lines.get(key)
         if line is not None and line.local is not None and line.local.damaged:
             line.local = Local(line.local.state)
+
+    def rewrite(self, key: bytes) -> None:
+        """Persist the record as it is: what lies on the disk beside or in place of it is wrong."""
+        line = self._line(key)
+        if not line.writing:  # else that write does it
+            self._to_rewrite.add(key)
+            line.waiting.append(_Same())
+            if line.local is not None:
+                self._to_apply[key] = None
+
+    def lose(self, key: bytes) -> bool:
+        """The record is not on the disk, though it was written; whether that is news.  From now on it counts
+        as damaged."""
+        line = self._lines.get(key)
+        if key in self._damaged or (line is not None and (line.local is None or line.writing)):
+            return False
+        self._damaged.add(key)
+        self._recent.take(key)
+        if line is not None and line.local is not None:
+            line.local = Local(line.local.state, damaged=True, failure=line.local.failure)
+        return True
+
+    def damaged(self) -> list[bytes]:
+        """Records that were found damaged and are not whole again yet, in order."""
+        return sorted(self._damaged)
 
     def awaits(self, ticket: Ticket) -> bool:
         """Whether the answer to this ``Load`` or ``Persist`` is for us."""
@@ -271,12 +310,13 @@ class Lines(Generic[S]):
             line = self._lines.get(key)
             if line is None or line.writing:
                 continue
-            if self._apply_line(line):
+            if self._apply_line(line, key in self._to_rewrite):
                 writes.append((key, line.written))
+            self._to_rewrite.discard(key)
             self._forget(key, line)
         return tuple(writes)
 
-    def _apply_line(self, line: _Line[S]) -> bool:
+    def _apply_line(self, line: _Line[S], rewrites: bool) -> bool:
         """Apply what waits; whether there is something to persist."""
         assert line.local is not None
         changes, line.waiting = line.waiting, deque()
@@ -293,7 +333,7 @@ class Lines(Generic[S]):
                 change.failed(error)
             else:
                 accepted.append(change)
-        if not accepted or (state == line.local.state and not line.local.damaged):
+        if not accepted or (state == line.local.state and not line.local.damaged and not rewrites):
             for change in accepted:
                 change.durable(state)
             return False
@@ -333,6 +373,7 @@ class Lines(Generic[S]):
             assert len(line.waiting) <= self._changes_max
             assert line.local is None or not line.idle, f"line {key!r} is kept for nobody"
             assert key not in self._recent, f"{key!r} is both in use and not"
+        assert self._to_rewrite <= self._lines.keys(), "a record is to be written anew and not in use"
         self._recent.check()
         assert set(persisting) <= self._lines.keys() and loading <= self._lines.keys()
 

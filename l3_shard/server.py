@@ -43,9 +43,10 @@ from l3_shard.refill import held
 from l3_shard.refilling import RefillCounts, Refilling, RefillOptions
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
+from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
-from l3_shard.storage import Load, Persist, Scan
-from l3_shard.store import Fsync, RecordStore
+from l3_shard.storage import Audit, Database, Load, Persist, Scan
+from l3_shard.store import DiskFailed, Fsync, RecordStore
 from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
@@ -94,6 +95,8 @@ class RunningShard:
     repair_counts: Callable[[], RepairCounts]
     strong_counts: Callable[[], StrongCounts]
     refill_counts: Callable[[], RefillCounts]
+    scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
+    damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -174,7 +177,11 @@ async def run_shard(
         await process.tick_until_stopped()
     finally:
         await server.close()
-        await process.close()
+        try:
+            await process.close()
+        except DiskFailed:
+            if not process.reason:
+                raise  # else it is the same failure once more, and less than what we know
     if process.reason:
         raise ShardStopped(process.reason)
 
@@ -271,6 +278,8 @@ class _Process:
             repair_counts=self._repair_counts,
             strong_counts=self._machine.strong_counts,
             refill_counts=lambda: self._refilling.counts,
+            scrub_counts=self._machine.scrub_counts,
+            damaged_now=self._machine.damaged_now,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -312,7 +321,7 @@ class _Process:
             await self._strong_commits.close()
 
     def _perform(self, effect: Effect) -> None:
-        strong = isinstance(effect, Load | Persist | Scan) and effect.database == "strong"
+        strong = isinstance(effect, Load | Persist | Scan | Audit) and effect.database == "strong"
         (self._strong_commits if strong else self._commits).perform(effect)
 
     def _end(self, reason: str) -> None:

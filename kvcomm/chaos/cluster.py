@@ -48,7 +48,7 @@ from kvcomm.wire.messages import Failure, Message, RecordState, RecordVersion, R
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
     from l3_shard.shard import Shard
-    from l3_shard.storage import Load, Persist, Scan, Survey
+    from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
     from l3_shard.tier import L3Tier
 
 CLIENT_TENANT = "sim"
@@ -75,6 +75,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     from l3_shard.desk import ShardLimits
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
+    from l3_shard.scrub import ScrubOptions
     from l3_shard.shard import Shard
 
     plan = birth.plan
@@ -86,7 +87,11 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         node_tenant=birth.node_tenant,
         origin_ms=birth.origin_ms,
         limits=ShardLimits(request_timeout_s=plan.request_timeout_s),
-        repair=None if interval_s is None else RepairOptions(interval_s=interval_s),
+        repair=(
+            None
+            if interval_s is None
+            else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
+        ),
         notes=birth.notes,
     )
 
@@ -351,7 +356,7 @@ class ShardProcess:
             self.cluster.watch.unanswered(self.host.name, request.message, age_s)
 
     def _carry_out(self, effect: Effect) -> None:
-        from l3_shard.storage import Load, Persist, Scan, Survey
+        from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
 
         match effect:
             case ReplyEffect():
@@ -368,6 +373,10 @@ class ShardProcess:
                 self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
             case Survey():
                 self._after_disk((0.0, 0.0), lambda: self._survey(effect))
+            case Sweep():
+                self._after_disk((0.0, 0.0), lambda: self._sweep(effect))
+            case Audit():
+                self._after_disk((0.0, 0.0), lambda: self._audit(effect))
             case Persist():
                 self._persist(effect)
                 self._perhaps_die()
@@ -456,6 +465,23 @@ class ShardProcess:
             for leaf in self.disk.survey(survey.leaves)
         ]
         self.deliver(Surveyed(survey.ticket, tuple(leaves)))
+
+    def _sweep(self, sweep: Sweep) -> None:
+        from kvcomm.clock import Stamp
+        from l3_shard.storage import Entry, Swept
+
+        found, resume = self.disk.sweep(sweep.first, sweep.records)
+        leaves = [
+            (leaf, tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in entries]))
+            for leaf, entries in found
+        ]
+        self.deliver(Swept(sweep.ticket, tuple(leaves), resume))
+
+    def _audit(self, audit: Audit) -> None:
+        from l3_shard.storage import Audited
+
+        assert audit.database == "records", "no other database is simulated"
+        self.deliver(Audited(audit.ticket, *self.disk.audit(audit.resume, audit.records)))
 
     def _persist(self, persist: Persist[RecordState]) -> None:
         self._waiting.append(persist)

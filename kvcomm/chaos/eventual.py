@@ -55,8 +55,7 @@ class Ending:
     intact: bool
     """No disk, record or owner was lost or moved: quorums meet."""
     owners: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By key, the nodes that should have it.  Without those whose copy is damaged: that is noticed, and
-    mended, when it is read; comparisons go by the index and do not notice."""
+    """By key, the nodes that should have it."""
 
 
 class Known(NamedTuple):
@@ -109,7 +108,8 @@ def check_eventual(plan: Plan, history: History, ending: Ending) -> list[Violati
 
 
 def check_converged(ending: Ending) -> list[Violation]:
-    """Where somebody repairs: all owners of a record have the same, without anybody having read it."""
+    """Where somebody repairs and scrubs: all owners of a record have the same, and can read it, without
+    anybody having read it."""
     found: list[Violation] = []
     for key, owners in sorted(ending.owners.items()):
         replicas = ending.records.get(key, {})

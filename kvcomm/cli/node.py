@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from kvcomm.wire.control_codec import NodeStatus
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
+    from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
 
@@ -177,6 +179,20 @@ class NodeProcess:
         self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
         for result, count in refill.rounds.items():
             self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
+
+    def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
+        """The same for what goes over them on the disk."""
+        metrics = self.metrics
+        metrics.gauge("kvcomm_damaged_records").set(damaged_now)
+        for database, counts in scrubs.items():
+            metrics.counter("kvcomm_scrubbed_bytes_total", database=database).advance_to(counts.looked_bytes)
+            metrics.counter("kvcomm_scrub_passes_total", database=database).advance_to(counts.passes)
+            for problem, count in (
+                ("damaged", counts.damaged), ("lost", counts.lost), ("misfiled", counts.misfiled),
+                ("unreadable", counts.failed),
+            ):  # fmt: skip
+                series = metrics.counter("kvcomm_scrub_problems_total", database=database, problem=problem)
+                series.advance_to(count)
 
     def refresh_strong(self, counts: StrongCounts) -> None:
         """The same for its strong records."""

@@ -107,6 +107,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
                 process.refresh_strong(running.strong_counts())
                 process.refresh_disk(disk, running.refill_counts())
+                process.refresh_scrub(running.scrub_counts(), running.damaged_now())
 
             backend = ShardBackend(process, store, running, disk)
             work = process.announce(backend, running.addresses, "", refresh)
@@ -137,6 +138,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
     from l3_shard.desk import ShardLimits
     from l3_shard.refilling import RefillOptions
     from l3_shard.repair import RepairOptions
+    from l3_shard.scrub import ScrubOptions
     from l3_shard.server import ShardOptions
 
     settings, cluster = process.settings, process.settings.cluster
@@ -147,7 +149,11 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
         limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
         connect_timeout_s=settings.network.connect_timeout_s,
         repair=RepairOptions(
-            cluster.repair_interval_s, cluster.hint_bytes, cluster.hint_age_s, cluster.tombstone_age_s
+            cluster.repair_interval_s,
+            cluster.hint_bytes,
+            cluster.hint_age_s,
+            cluster.tombstone_age_s,
+            scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
             cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
