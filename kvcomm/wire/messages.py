@@ -204,6 +204,31 @@ class BlockListed(Message, frozen=True):
     items: Many[BlockItem]
 
 
+class BlockHoldings(Message, frozen=True):
+    """Shard to shard: which of your blocks behind ``after`` do I own, too?  Goes through at most ``limit``
+    of them."""
+
+    epoch: int
+    node: str
+    """Who asks."""
+    after: bytes
+    limit: int
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    copy_bytes: int
+    used: bool
+    """Read lately, as far as eviction knows."""
+
+
+class BlockHeld(Message, frozen=True):
+    items: Many[Holding]
+    """Sorted by key."""
+    resume: bytes | None
+    """Where to go on (``after``); ``None`` = that was all."""
+
+
 # -- records
 # -------------------------------------------------------------------------------------------------------
 
@@ -522,4 +547,5 @@ MESSAGES: tuple[type[Message], ...] = (
     RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
     RecordKeys, RingMap, RingGet, StrongRead, StrongChange,
     StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
+    BlockHoldings, BlockHeld,
 )  # fmt: skip
