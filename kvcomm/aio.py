@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from kvcomm.aioleasing import AsyncLease
 from kvcomm.block import ROOT_LINEAGE, Buffer
 from kvcomm.client import DEADLINE_S, deadline_after
+from kvcomm.lease import TTL_S
+from kvcomm.leasing import Fence, epoch_of
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
@@ -105,6 +108,10 @@ class AsyncClient:
     def strong(self, name: str) -> AsyncStrong:
         """See ``Client.strong``."""
         return AsyncStrong(self, self._operations, name)
+
+    def lease(self, name: str, ttl_s: float = TTL_S) -> AsyncLease:
+        """See ``Client.lease``."""
+        return AsyncLease(self._operations.leases(), name, ttl_s, self.run)
 
     async def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """See ``Client.names``."""
@@ -234,15 +241,25 @@ class AsyncStrong:
         """See ``Strong.read``."""
         return await self._client.run(self._operations.strong_read(self.name, key), deadline_s)
 
-    async def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    async def put(
+        self, key: str, value: bytes, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """See ``Strong.put``."""
-        return await self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+        epoch = epoch_of(fence)
+        return await self._client.run(self._operations.strong_put(self.name, key, value, epoch), deadline_s)
 
     async def compare_and_set(
-        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+        self,
+        key: str,
+        expected_version: bytes,
+        value: bytes | None,
+        *,
+        fence: Fence | int | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """See ``Strong.compare_and_set``."""
-        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        epoch = epoch_of(fence)
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value, epoch)
         return await self._client.run(steps, deadline_s)
 
     async def change(
@@ -250,11 +267,16 @@ class AsyncStrong:
         key: str,
         function: Callable[[bytes | None], bytes | None],
         *,
+        fence: Fence | int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """See ``Strong.change``."""
-        return await self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+        steps = self._operations.strong_change(self.name, key, function, epoch_of(fence))
+        return await self._client.run(steps, deadline_s)
 
-    async def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    async def delete(
+        self, key: str, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """See ``Strong.delete``."""
-        return await self._client.run(self._operations.strong_delete(self.name, key), deadline_s)
+        steps = self._operations.strong_delete(self.name, key, epoch_of(fence))
+        return await self._client.run(steps, deadline_s)

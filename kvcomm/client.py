@@ -10,6 +10,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvcomm.block import ROOT_LINEAGE, Buffer
+from kvcomm.lease import TTL_S
+from kvcomm.leasing import Fence, Lease, epoch_of
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
@@ -108,6 +110,15 @@ class Client:
     def strong(self, name: str) -> Strong:
         """The linearizable values called ``name``."""
         return Strong(self, self._operations, name)
+
+    def lease(self, name: str, ttl_s: float = TTL_S) -> Lease:
+        """The lease called ``name``, not acquired yet.  Each call makes a contender of its own.
+
+        Args:
+            ttl_s: how long it lasts without renewal; short = quickly taken over from a dead process, long =
+                fewer renewals and longer pauses survived.
+        """
+        return Lease(self._operations.leases(), name, ttl_s, self.run)
 
     def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """Names of this tenant's records under ``prefix`` (``kvcomm.stateplane.record_name``), sorted."""
@@ -250,6 +261,12 @@ class Strong:
     A change needs a majority of the record's replicas, which have it on their disks before it returns; the
     minority side of a split raises ``Unavailable``.  ``Conflict`` and ``Unavailable`` mean that nothing was
     changed, ``OutcomeUnknown`` that only a read can tell.
+
+    Every change may carry ``fence``, a lease (or its epoch): a record refuses (``Fenced``) what is changed
+    under a smaller epoch than the largest it has seen, so a process whose lease is over cannot write, however
+    late its message comes.  A record that was ever changed under a lease takes no change without one.
+    ``change(key, lambda value: value, fence=lease)`` closes a record to earlier epochs and changes nothing.
+    Fence a record with one lease only: epochs of different leases do not compare.
     """
 
     _client: Client
@@ -260,16 +277,26 @@ class Strong:
         """The value, and its version for :meth:`compare_and_set`."""
         return self._client.run(self._operations.strong_read(self.name, key), deadline_s)
 
-    def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    def put(
+        self, key: str, value: bytes, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """Write, whatever was there."""
-        return self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+        epoch = epoch_of(fence)
+        return self._client.run(self._operations.strong_put(self.name, key, value, epoch), deadline_s)
 
     def compare_and_set(
-        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+        self,
+        key: str,
+        expected_version: bytes,
+        value: bytes | None,
+        *,
+        fence: Fence | int | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """Write (``None``: delete) only if the version is still ``expected_version``; ``b""``: only if there
         is no value.  Raises ``StrongConflict``, whose ``found`` is what was there instead."""
-        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        epoch = epoch_of(fence)
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value, epoch)
         return self._client.run(steps, deadline_s)
 
     def change(
@@ -277,12 +304,16 @@ class Strong:
         key: str,
         function: Callable[[bytes | None], bytes | None],
         *,
+        fence: Fence | int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """Replace the value by ``function(value)``.  ``function`` may be called several times and should do
         nothing else."""
-        return self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+        steps = self._operations.strong_change(self.name, key, function, epoch_of(fence))
+        return self._client.run(steps, deadline_s)
 
-    def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
-        """Delete, whatever was there."""
-        return self._client.run(self._operations.strong_delete(self.name, key), deadline_s)
+    def delete(
+        self, key: str, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
+        """Delete, whatever was there; the record still knows its fence."""
+        return self._client.run(self._operations.strong_delete(self.name, key, epoch_of(fence)), deadline_s)

@@ -106,6 +106,7 @@ _STATUS_OF_CODE = {
     "refused": grpc.StatusCode.FAILED_PRECONDITION,
     "pool_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "rejected": grpc.StatusCode.FAILED_PRECONDITION,
     "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     _INVALID: grpc.StatusCode.INVALID_ARGUMENT,
 }

@@ -78,6 +78,13 @@ class Refused(KVCommError):
     code = "refused"
 
 
+class Fenced(Refused):
+    """A later epoch of a lease has changed the record, so this one is over; nothing was changed.  Stop what
+    the lease was for, and acquire it anew."""
+
+    code = "fenced"
+
+
 class PoolFull(Refused):
     """No room could be freed: all that could go is pinned or reserved.  Drop views or enlarge the pool."""
 
@@ -88,6 +95,13 @@ class TooLarge(Refused):
     """A value is over its limit.  The message names the limit and its configuration key."""
 
     code = "too_large"
+
+
+class Rejected(Refused):
+    """The value breaks a rule of ``records.validators``; nothing was written, the old value stays.  The
+    message names the rule."""
+
+    code = "rejected"
 
 
 class Unauthenticated(Refused):
@@ -174,8 +188,10 @@ _BY_CODE: dict[str, type[KVCommError]] = {
         PartlyDone,
         Corrupt,
         Refused,
+        Fenced,
         PoolFull,
         TooLarge,
+        Rejected,
         Unauthenticated,
     )
 }

@@ -46,9 +46,10 @@ class Coordination:
         self._routes, self._batch = routes, batch
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
+        self._trouble: dict[int, str] = {}
+        """What the last owner that could not serve a key said."""
         self._stale: set[int] = set()
         self._records_max = RECORDS_MAX
-        self._refusals: dict[int, str] = {}
         self._problems: dict[int, KVCommError] = {}
 
     def steps(self) -> Steps[None]:
@@ -84,8 +85,9 @@ class Coordination:
             if node is not None:
                 by_node.setdefault(node, []).append(index)
             else:
-                last = self._refusals.get(index, "nobody was asked")
-                text = f"none of {len(owners)} owners of a record could be reached; the last: {last}"
+                text = (
+                    f"none of {len(owners)} owners of a record could serve it{self._trouble.get(index, '')}"
+                )
                 self._problems[index] = Unavailable(text)
         for node, indices in by_node.items():
             size = 0
@@ -132,7 +134,7 @@ class Coordination:
         """Nothing was changed by an owner that is unavailable: another one may be asked."""
         if isinstance(error, Unavailable):
             self._tried.setdefault(index, set()).add(node)
-            self._refusals[index] = f"{node}: {error.message}"
+            self._trouble[index] = f"; {node}: {error.message}"
             self._todo.append(index)
         else:
             self._problems[index] = error

@@ -240,7 +240,7 @@ class Lines(Generic[S]):
                 if event.outcome == "durable":
                     change.durable(line.written)
                 else:
-                    change.failed(Unavailable(f"the shard's disk is full, nothing was written: {event.text}"))
+                    change.failed(Unavailable(f"the disk is full, nothing was written: {event.text}"))
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)

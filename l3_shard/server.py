@@ -34,7 +34,7 @@ from l3_shard.ring import NO_RING, encode_map
 from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
 from l3_shard.storage import Audit, Database, Load, Persist, Scan
-from l3_shard.store import Fsync, RecordStore
+from l3_shard.store import DiskFailed, Fsync, RecordStore
 from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
@@ -160,7 +160,11 @@ async def run_shard(
         await process.tick_until_stopped()
     finally:
         await server.close()
-        await process.close()
+        try:
+            await process.close()
+        except DiskFailed:
+            if not process.reason:
+                raise  # else it is the same failure once more, and less than what we know
     if process.reason:
         raise ShardStopped(process.reason)
 

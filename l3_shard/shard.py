@@ -41,10 +41,13 @@ from functools import partial
 from itertools import count
 
 from kvcomm.clock import ClockDrift, HybridClock, Stamp
-from kvcomm.errors import Corrupt, KVCommError, Refused, StaleEpoch, TooLarge, Unavailable
+from kvcomm.errors import Corrupt, KVCommError, Refused, Rejected, StaleEpoch, TooLarge, Unavailable
 from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
+from kvcomm.resolvers import resolver_of
+from kvcomm.validators import Validators
 from kvcomm.version import Dot, VersionError, VersionVector
 from kvcomm.wire.messages import (
+    FENCE_MAX,
     KEYS_MAX,
     VALUE_BYTES_MAX,
     Done,
@@ -79,6 +82,7 @@ from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
+from l3_shard.resolving import resolve
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
 from l3_shard.scrub import Scrub, ScrubCounts, ScrubOptions
 from l3_shard.storage import Audited, Database, Loaded, Persisted, Scan, Scanned, Surveyed, Swept
@@ -136,6 +140,8 @@ class ShardCounts:
     """States read for one record that cannot both be: some replica lost its state and kept its id."""
     drift_count: int
     """Stamps too far ahead of our wall clock to follow."""
+    rejected_count: int
+    """Writes that broke a rule."""
 
 
 @dataclass(eq=False, slots=True)
@@ -203,6 +209,7 @@ class Shard:
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
+        validators: what the values of writes are held against.
 
     Raises:
         RingError: the map contradicts itself.
@@ -220,6 +227,7 @@ class Shard:
         repair: RepairOptions | None = None,
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
+        validators: Validators | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -228,6 +236,7 @@ class Shard:
         self._origin_ms = origin_ms
         self._clock = HybridClock()
         self._limits = limits or ShardLimits()
+        self._validators = validators or Validators()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
         self._lines = Lines(
@@ -254,6 +263,7 @@ class Shard:
         self._stopped = False
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
+        self._rejected_count = 0
 
     def _make_repair(self, options: RepairOptions, notes: Mapping[bytes, bytes]) -> Repair:
         return Repair(
@@ -452,8 +462,10 @@ class Shard:
         return self._background is None or self._background.caught_up
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
-        if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
-            raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(write.value)}")
+        size = max(len(write.value or b""), len(write.delta or b""))
+        if size > VALUE_BYTES_MAX:
+            raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {size}")
+        _check_kind(write)
         try:
             context = VersionVector.from_wire(write.context)
             own = None if write.own is None else Dot(*write.own)
@@ -461,7 +473,7 @@ class Shard:
             raise Refused(f"the context is not one that a get or put returned: {error}") from error
         others = self._others(write.key)
         need = min(self.ring.to_map().write_quorum, 1 + len(others))
-        return Draft(tenant + write.key, write.value, context, own, others, need)
+        return Draft(tenant + write.key, write.value, context, own, others, need, write.delta)
 
     def _others(self, key: bytes) -> tuple[str, ...]:
         """The other replicas of a caller's ``key``; raises as :meth:`_replicas`."""
@@ -640,8 +652,10 @@ class Shard:
                 raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
             if order.op == "put" and order.value is None:
                 raise Refused("a put without a value; delete says what you mean")
+            if not 0 <= order.fence <= FENCE_MAX:
+                raise Refused(f"a fence is a lease epoch from 1 to {FENCE_MAX}, or 0, got {order.fence}")
         orders = [
-            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value, order.fence)
             for order in message.changes
         ]
         self._strong_run(origin, orders)
@@ -665,14 +679,24 @@ class Shard:
 
     def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
         """Give a write its dot and stamp."""
-        floor = 0 if self._background is None else self._background.floor
         try:
-            return dvv.put(
-                state, self.replica, self._stamp(state), draft.value, draft.context, draft.own, floor
-            )
+            return self._written(state, draft, draft.key[TENANT_BYTES:])
+        except Rejected:
+            self._rejected_count += 1
+            raise
         except KVCommError:
             self._conflict_count += 1
             raise
+
+    def _written(self, state: RecordState, draft: Draft, name: bytes) -> dvv.Written:
+        floor = 0 if self._background is None else self._background.floor
+        stamp, resolver = self._stamp(state), resolver_of(name)
+        if resolver is not None:
+            check = partial(self._validators.check_change, name)
+            return resolve(resolver, state, self.replica, stamp, draft.delta, draft.context, floor, check)
+        if draft.value is not None:
+            self._validators.check_put(name, draft.value)
+        return dvv.put(state, self.replica, stamp, draft.value, draft.context, draft.own, floor)
 
     def _stamp(self, state: RecordState) -> Stamp:
         wall_ms = self._wall_ms()
@@ -825,6 +849,7 @@ class Shard:
             self._damaged_count,
             self._reading.contradiction_count,
             self._drift_count,
+            self._rejected_count,
         )
 
     def repair_counts(self) -> RepairCounts | None:
@@ -858,6 +883,15 @@ class Shard:
         place = f"epoch {self.ring.epoch}, owners {owners}"
         strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
         return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
+
+
+def _check_kind(write: RecordWrite) -> None:
+    """A value under a resolved name could not be joined; a delta elsewhere has nothing to be applied by."""
+    resolved = resolver_of(write.key) is not None
+    if resolved and write.value is not None:
+        raise Refused(f"{write.key!r} is changed by deltas, not by values: its siblings are resolved")
+    if not resolved and write.delta is not None:
+        raise Refused(f"{write.key!r} is changed by values, not by deltas: its siblings are shown")
 
 
 def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:

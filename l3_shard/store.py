@@ -27,6 +27,9 @@ together.
 =========
 =====================================================================================================
 
+**A database that cannot be walked** (cut short, pages damaged) is set aside too, and the shard is refilled
+like one with a new disk; it is looked for after every unclean end, see ``l3_shard.walk``.
+
 **The replica id** is stored with the records and kept as long as their last state is certain (see
 ``l3_shard.replica``). A new one is drawn when the directory is empty, when the database was set aside, and
 when it is another file than the one its last owner used: a copy or a restored backup, whose records are kept
@@ -37,6 +40,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import struct
@@ -59,6 +63,7 @@ from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
 from l3_shard.storage import Database, Entry, State
 from l3_shard.tombstones import dead_since
+from l3_shard.walk import unsound
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -80,6 +85,8 @@ _REPLICA = b"replica"
 _IN_RECORDS, _IN_INDEX = b"r", b"i"
 """What an audit is going through; the key after which it goes on follows."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_log = logging.getLogger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -428,15 +435,32 @@ class RecordStore:
     def _set_aside_what_may_be_damaged(self) -> bool:
         """Whether the database is the one that its last owner used, with nothing lost."""
         owner, data = self._read_owner(), self._directory / "data.mdb"
-        if owner is None or not data.exists():
+        if not data.exists():
             return False
-        same_boot = self._boot != "" and owner.boot == self._boot
-        if not (owner.closed or owner.fsync == "always" or same_boot):
-            data.replace(self._directory / "data.mdb.suspect")
-            (self._directory / "lock.mdb").unlink(missing_ok=True)
+        if owner is not None and owner.closed:
+            # If reading it ends this process, the next one must not take it for closed.  All else of the file
+            # stays: what is not ours by its inode is not made ours by this.
+            self._replace_owner(
+                msgspec.structs.replace(owner, fsync=self.fsync, boot=self._boot, closed=False)
+            )
+        elif why := self._lost_writes(owner) or unsound(self._directory):
+            self._set_aside(data, why)
             return False
         at = data.stat()
-        return (owner.inode, owner.device) == (at.st_ino, at.st_dev)
+        return owner is not None and (owner.inode, owner.device) == (at.st_ino, at.st_dev)
+
+    def _lost_writes(self, owner: _Owner | None) -> str:
+        """Why its last writes may be missing, others having been there; empty = they are not."""
+        same_boot = owner is not None and self._boot != "" and owner.boot == self._boot
+        if owner is None or owner.fsync == "always" or same_boot:
+            return ""
+        return f"the machine ended under fsync: {owner.fsync}, so parts of it may be missing"
+
+    def _set_aside(self, data: Path, why: str) -> None:
+        suspect = self._directory / "data.mdb.suspect"
+        data.replace(suspect)
+        (self._directory / "lock.mdb").unlink(missing_ok=True)
+        _log.warning("%s: %s; it is kept as %s, and the shard starts without it", data, why, suspect.name)
 
     def _open(self) -> None:
         self._environment = lmdb.open(
@@ -494,7 +518,9 @@ class RecordStore:
 
     def _write_owner(self, *, closed: bool) -> None:
         at = (self._directory / "data.mdb").stat()
-        owner = _Owner(self.fsync, self._boot, at.st_ino, at.st_dev, closed)
+        self._replace_owner(_Owner(self.fsync, self._boot, at.st_ino, at.st_dev, closed))
+
+    def _replace_owner(self, owner: _Owner) -> None:
         _replace_durably(self._directory / "owner.msgpack", msgspec.msgpack.encode(owner))
 
     # -- transactions
@@ -525,7 +551,10 @@ class RecordStore:
         """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
         free_bytes = self._free_bytes(self._directory)
         if free_bytes < RESERVE_BYTES + 2 * need_bytes:
-            raise DiskFull(f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}")
+            raise DiskFull(
+                f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}; "
+                "free some space on that disk and writes go on by themselves"
+            )
 
     def _grow(self, need_bytes: int, error: lmdb.Error) -> None:
         """Double the map.  Address space costs nothing; the file grows with what is written."""

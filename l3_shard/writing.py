@@ -52,6 +52,12 @@ class Draft:
     """The replicas beside this one."""
     need: int
     """Acknowledgements that make it done, this shard's own included."""
+    delta: bytes | None = None
+    """Instead of a value, where siblings are resolved."""
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.value or b"") + len(self.delta or b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +83,8 @@ class _Write:
     """Replicas that may still acknowledge."""
     decided: bool = False
     error: KVCommError | None = None
+    trouble: str = ""
+    """What the last replica that did not acknowledge said."""
 
     def apply(self, state: RecordState) -> RecordState:
         self.written = self.owner.accept(state, self.draft)
@@ -119,7 +127,7 @@ class Writing:
         Raises:
             Refused: the shard is busy.
         """
-        request = self._desk.open(origin, len(drafts), sum(len(draft.value or b"") for draft in drafts))
+        request = self._desk.open(origin, len(drafts), sum(draft.held_bytes for draft in drafts))
         put = _Put(request, epoch, open_count=len(drafts))
         put.writes = [_Write(self, put, draft) for draft in drafts]
         request.expire = partial(self._expire, put)
@@ -175,7 +183,9 @@ class Writing:
                 self._settle(write)
             return
         self._missed(node, [write.draft.key for write in writes], answer)
+        trouble = f"; {node}: {answer.text}" if isinstance(answer, Failure) else ""
         for write in writes:
+            write.trouble = trouble
             if not self._again(node, epoch, write):
                 write.outstanding -= 1
                 self._settle(write)
@@ -194,7 +204,8 @@ class Writing:
         if write.acks >= need:
             self.decide(write, None)
         elif write.acks + write.outstanding < need:
-            self.decide(write, OutcomeUnknown(f"only {write.acks} of {need} replicas confirmed the write"))
+            text = f"only {write.acks} of {need} replicas confirmed the write{write.trouble}"
+            self.decide(write, OutcomeUnknown(text))
 
     def decide(self, write: _Write, error: KVCommError | None) -> None:
         """The fate of one write, for its caller; what comes later changes nothing."""
@@ -212,9 +223,8 @@ class Writing:
             if self._lines.withdraw(write.draft.key, write):
                 self.decide(write, Unavailable("the shard was too slow; nothing was written"))
             else:
-                self.decide(
-                    write, OutcomeUnknown(f"{write.acks} of {write.draft.need} replicas confirmed in time")
-                )
+                text = f"{write.acks} of {write.draft.need} replicas confirmed in time{write.trouble}"
+                self.decide(write, OutcomeUnknown(text))
 
     def _finish(self, put: _Put) -> None:
         errors = [write.error for write in put.writes]

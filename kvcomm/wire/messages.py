@@ -21,6 +21,8 @@ SUSPECTS_MAX = 64
 """Most keys of one ``BlockSuspect``."""
 VALUE_BYTES_MAX = 1 << 20
 """Largest record value."""
+FENCE_MAX = (1 << 63) - 1
+"""Largest epoch of a lease."""
 
 
 T = TypeVar("T")
@@ -244,6 +246,8 @@ class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
     """What the caller had read; the write replaces exactly what this covers, and ``own``."""
     own: tuple[str, int] | None = None
     """Dot of the caller's last write of the record, where no context can cover it (see ``RecordVersion``)."""
+    delta: bytes | None = None
+    """Of a record that is resolved (``kvcomm.resolvers``): the change, instead of a value."""
 
 
 class RecordPut(Message, frozen=True):
@@ -385,6 +389,8 @@ class StrongRegister(msgspec.Struct, frozen=True, array_like=True):
     changed."""
     value: bytes | None
     """``None`` = absent or deleted."""
+    fence: int = 0
+    """The largest lease epoch under which it was changed; a change under a smaller one is refused."""
 
     @property
     def version(self) -> bytes:
@@ -412,6 +418,8 @@ class StrongOrder(msgspec.Struct, frozen=True, array_like=True):
     """Of ``cas``; empty = there must be no value."""
     value: bytes | None = None
     """``None`` in a ``cas`` deletes."""
+    fence: int = 0
+    """Epoch of the lease that the change is made under; 0 = none."""
 
 
 class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -419,10 +427,13 @@ class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     code: str
     """Empty = done; else an error's code: ``conflict`` (not done, and ``version`` and ``value`` are what the
-    record had instead), ``unavailable`` (not done), ``outcome_unknown``, ``refused`` (not done)."""
+    record had instead), ``fenced`` (not done, told likewise), ``unavailable`` (not done),
+    ``outcome_unknown``, ``refused`` (not done)."""
     version: bytes
     value: bytes | None
     text: str = ""
+    fence: int = 0
+    """The record's, where its version is told."""
 
 
 class StrongRead(Message, frozen=True):

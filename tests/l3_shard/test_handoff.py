@@ -156,9 +156,8 @@ def test_a_hint_is_no_acknowledgement():
     to_b, to_c = bench.durable_put(10.0)
     bench.on(Answered(to_c.ticket, AWAY), 10.0)
     replies = [effect for effect in bench.on(Answered(to_b.ticket, AWAY), 10.0) if isinstance(effect, Reply)]
-    assert replies == [
-        Reply(origin(), Failure("outcome_unknown", "only 1 of 2 replicas confirmed the write"))
-    ]
+    text = f"only 1 of 2 replicas confirmed the write; b: {AWAY.text}"
+    assert replies == [Reply(origin(), Failure("outcome_unknown", text))]
 
 
 def test_a_comparison_goes_down_to_the_records_and_makes_both_equal():

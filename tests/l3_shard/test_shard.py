@@ -156,7 +156,8 @@ def test_too_few_replicas_is_an_unknown_outcome_at_once():
     gone = Failure("unavailable", "no route")
     assert bench.on(Answered(first.ticket, gone)) == []
     (reply,) = bench.on(Answered(second.ticket, gone))
-    assert reply == Reply(origin(), Failure("outcome_unknown", "only 1 of 2 replicas confirmed the write"))
+    text = f"only 1 of 2 replicas confirmed the write; {second.node}: no route"
+    assert reply == Reply(origin(), Failure("outcome_unknown", text))
     assert bench.shard.counts().missed_count == 2 and bench.shard.counts().outcome_unknown_count == 1
 
 

@@ -239,11 +239,45 @@ def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path):
         open_store(tmp_path / "file" / "records")
 
 
-def test_a_file_that_is_no_database_is_unavailable(directory):
+def test_a_file_that_is_no_database_is_set_aside(directory, caplog):
     directory.mkdir()
     (directory / "data.mdb").write_bytes(b"not a database" * 1000)
-    with pytest.raises(Unavailable, match="cannot be opened"):
-        open_store(directory)
+    store = open_store(directory)
+    assert "not an LMDB file" in caplog.text and (directory / "data.mdb.suspect").exists()
+    store.close()
+
+
+def cut_short(store: Any, directory: Path) -> None:
+    store.write([(b"%d" % number, state(bytes(300))) for number in range(200)], store.replica)
+    os.truncate(directory / "data.mdb", 8 * 4096)
+
+
+@pytest.mark.parametrize("database", ["records", "strong"])
+def test_a_truncated_database_is_set_aside_and_the_id_with_it(directory, database, caplog):
+    store = open_store(directory, database=database, fsync="always")
+    replica = store.replica
+    cut_short(store, directory)
+    crash(store)
+    store = open_store(directory, database=database, fsync="always")
+    assert store.replica != replica and store.record_count() == 0
+    assert "SIGBUS" in caplog.text and (directory / "data.mdb.suspect").stat().st_size == 8 * 4096
+    store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_database_damaged_while_it_was_closed_ends_one_process_and_not_the_next(directory):
+    """The first one to open it dies of it, and its successor must not take the database for closed."""
+    store = open_store(directory, fsync="always")
+    cut_short(store, directory)
+    store._write_owner(closed=True)
+    crash(store)
+    program = f"from l3_shard.store import *; RecordStore(Path({str(directory)!r}), boot={BOOT!r})"
+    died = subprocess.run([sys.executable, "-c", program], check=False, env=os.environ | {"PYTHONPATH": "."})
+    assert died.returncode == -signal.SIGBUS
+    store = open_store(directory)
+    assert store.record_count() == 0
+    store.close()
 
 
 # -- room
