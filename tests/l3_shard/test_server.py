@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
