@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
-from kvcomm.errors import Conflict, TooLarge
+from kvcomm.errors import Conflict, KVCommError, TooLarge, WriteOutcome
 from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
@@ -134,6 +134,7 @@ class StatePlane:
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: fewer replicas than the write quorum confirmed in time; read before writing again.
             Conflict: the record already has the most siblings it may have; read, merge, put with the context.
+            PartlyDone: a batch of several was done in part; ``outcomes`` says what became of each.
         """
         for name, value, _ in writes:
             if value is not None and len(value) > VALUE_BYTES_MAX:
@@ -153,16 +154,17 @@ class StatePlane:
 
     def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:
         writing = self._records.record_put(batch)
-        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        try:
+            versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        except KVCommError as error:
+            error.outcomes = [self._learned(outcome) for outcome in error.outcomes]
+            self._tally.wrote(sum(outcome.status == "done" for outcome in error.outcomes))
+            raise
         self._tally.wrote(len(versions))
-        contexts: list[Context] = []
-        for write, version in zip(batch, versions, strict=True):
-            own = (version.replica, version.counter) if version.own else None
-            seen = self._contexts.get(write.key, _NOTHING_SEEN).least
-            least = _union(seen, version.context, {version.replica: version.counter})
-            self._remember(Context(write.key, version.context, own, least))
-            contexts.append(Context(write.key, version.context, own))
-        return contexts
+        return [
+            self._written(write.key, version.context, (version.replica, version.counter), version.own)
+            for write, version in zip(batch, versions, strict=True)
+        ]
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
@@ -188,6 +190,20 @@ class StatePlane:
                     f"{len(heads)} writers took context {record_path(name)} different ways; fork it"
                 )
         return heads[-1] if heads else None
+
+    def _learned(self, outcome: WriteOutcome) -> WriteOutcome:
+        """A write that was done counts, whatever became of the rest of its batch."""
+        if outcome.dot is None or outcome.context is None:
+            return outcome
+        assert isinstance(outcome.key, bytes), "records are named by bytes down here"
+        context = self._written(outcome.key, outcome.context, outcome.dot, outcome.own)
+        return replace(outcome, context=context)
+
+    def _written(self, name: bytes, dots: Dots, dot: tuple[str, int], own: bool) -> Context:
+        mine = dot if own else None
+        least = _union(self._contexts.get(name, _NOTHING_SEEN).least, dots, {dot[0]: dot[1]})
+        self._remember(Context(name, dots, mine, least))
+        return Context(name, dots, mine)
 
     def _write(self, name: bytes, value: bytes | None, context: Dots | None) -> RecordWrite:
         if context is None:
