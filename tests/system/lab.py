@@ -41,7 +41,7 @@ CONFIG = """
 cache: {{l1_size: 8MiB, l3_size: 32MiB}}
 network: {{request_timeout: 1s, connect_timeout: 1s}}
 cluster: {{shards: 3, pools: 0, repair_interval: 1s, hint_age: {hint_age}, tombstone_age: {tombstone_age}}}
-storage: {{directory: {storage}, fsync: {fsync}, fsync_interval: 50ms}}
+storage: {{directory: {storage}, fsync: {fsync}, fsync_interval: {fsync_interval}}}
 """
 
 _FS_IOC_SHUTDOWN = 0x8004587D
@@ -190,6 +190,7 @@ class Lab(Cluster):
         directory: Path,
         *,
         fsync: str = "always",
+        fsync_interval: str = "50ms",
         on_disks: bool = False,
         hint_age: str = "60s",
         tombstone_age: str = "1h",
@@ -206,7 +207,13 @@ class Lab(Cluster):
             )
         self.config = directory / "kvcomm.yaml"
         self.config.write_text(
-            CONFIG.format(storage=self.storage, fsync=fsync, hint_age=hint_age, tombstone_age=tombstone_age)
+            CONFIG.format(
+                storage=self.storage,
+                fsync=fsync,
+                fsync_interval=fsync_interval,
+                hint_age=hint_age,
+                tombstone_age=tombstone_age,
+            )
         )
         self.disks: dict[str, Disk] = {}
         self.name = f"lab-{os.getpid()}-{time.monotonic_ns() % 1_000_000}"

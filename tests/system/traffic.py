@@ -107,6 +107,14 @@ class Eventual:
             except KVCommError as error:
                 self.counts.failed(error)
 
+    def attempted(self, key: str) -> set[bytes]:
+        """All values that were ever sent and may have been written."""
+        return {
+            write.value
+            for write in self._writes[key]
+            if write.value is not None and write.outcome != "refused"
+        }
+
     def keys(self) -> list[str]:
         return sorted(self._writes)
 
@@ -202,7 +210,7 @@ class Traffic:
 
     def __init__(self, lab: Lab, name: str, *, eventual: int = 2, strong: int = 3) -> None:
         self.eventual, self.strong = Eventual(name), Strong(name)
-        self._lab = lab
+        self._lab, self._eventual, self._strong = lab, eventual, strong
         self._enough = threading.Event()
         self._broken: list[BaseException] = []
         operates: list[Callable[[Client, int, int], None]] = [self.eventual.operate] * eventual
@@ -234,9 +242,8 @@ class Traffic:
 
         def enough() -> bool:
             assert not self._broken, self._broken
-            return (
-                self.eventual.counts.done >= eventual + operations
-                and self.strong.counts.done >= strong + operations
+            return (self.eventual.counts.done >= eventual + operations or not self._eventual) and (
+                self.strong.counts.done >= strong + operations or not self._strong
             )
 
         eventually(enough)
