@@ -328,13 +328,16 @@ class Lab(Cluster):
         """What the node printed, in all its lives."""
         return (self.instance.directory / "logs" / f"{node}.log").read_text()
 
-    def ask(self, node: NodeRecord, message: Message, deadline_s: float = 5.0) -> Message:
-        """As another node of the cluster would."""
+    def connection(self, node: NodeRecord) -> Connection:
+        """As another node of the cluster opens it."""
         identity = Identity(self.instance.credentials().token(NODE_TENANT), Incarnation(5))
-        deadline = time.monotonic() + deadline_s
-        connection = Connection.open(node.addresses[0], identity, deadline)
+        return Connection.open(node.addresses[0], identity, time.monotonic() + 5.0)
+
+    def ask(self, node: NodeRecord, message: Message) -> Message:
+        """As another node of the cluster would.  Raises the ``KVCommError`` that is answered."""
+        connection = self.connection(node)
         try:
-            return connection.call(message, deadline=deadline).message
+            return connection.call(message, deadline=time.monotonic() + 5.0).message
         finally:
             connection.close()
 

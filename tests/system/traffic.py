@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +23,7 @@ from kvcomm.chaos.linearizable import Access, Kind, check_register
 from kvcomm.client import Client
 from kvcomm.errors import KVCommError, OutcomeUnknown
 from kvcomm.strongplane import NO_VERSION, StrongConflict, StrongValue
+from kvcomm.wire.messages import RecordState
 from tests.system.conftest import eventually
 from tests.system.lab import Lab
 
@@ -121,7 +122,10 @@ class Eventual:
     def judge(self, lab: Lab) -> None:
         """Once all replicas are equal: each key holds what it may."""
         keys = self.keys()
-        for key, state in zip(keys, lab.agreed(self.name, keys), strict=True):
+        self.judge_states(keys, lab.agreed(self.name, keys))
+
+    def judge_states(self, keys: Sequence[str], states: Sequence[RecordState | None]) -> None:
+        for key, state in zip(keys, states, strict=True):
             siblings = () if state is None else state.siblings
             self.judge_key(key, {each.value for each in siblings if each.value is not None})
 
