@@ -77,6 +77,8 @@ class _Task:
     resting: bool = False
     """Between two rounds."""
     over: bool = False
+    trouble: str = ""
+    """What the last acceptor that did not vote said."""
 
     @property
     def key(self) -> bytes:
@@ -208,6 +210,7 @@ class Changing:
     def _heard(self, task: _Task, round_: int, node: str, answer: Message) -> None:
         if isinstance(answer, Failure):
             self._refused(answer)
+            task.trouble = f"; {node}: {answer.text}"
         if task.over or task.resting or task.proposal.round != round_:
             return
         step = task.proposal.heard(node, answer)
@@ -220,7 +223,7 @@ class Changing:
         self.contended_count += again.contended
         if task.missing_count >= MISSING_ROUNDS_MAX:
             nodes = ", ".join(task.proposal.quorum.nodes)
-            self._finish(task, task.proposal.given_up(f"no majority of {nodes} answered"))
+            self._finish(task, task.proposal.given_up(f"no majority of {nodes} voted{task.trouble}"))
             return
         self._begin_at(self._desk.now + backoff_s(task.failed_count, self._draw), task)
 
@@ -245,7 +248,7 @@ class Changing:
     def _expire(self, batch: _Batch) -> None:
         for task in batch.tasks:
             if not task.over:
-                self._finish(task, task.proposal.given_up("no decision in time"))
+                self._finish(task, task.proposal.given_up(f"no decision in time{task.trouble}"))
 
     def _finish(self, task: _Task, outcome: StrongOutcome) -> None:
         task.over = True

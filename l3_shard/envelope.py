@@ -20,6 +20,8 @@ from l3_shard import dvv
 from l3_shard.storage import Database, State
 
 _HEAD = struct.Struct("<BB6xQ")
+HEAD_BYTES = _HEAD.size
+"""Before the body."""
 _VERSION = 1
 _ALIVE = 1
 _decoders: dict[Database, msgspec.msgpack.Decoder[State]] = {

@@ -33,6 +33,7 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
+    Resumed,
     Stop,
     Tick,
 )
@@ -45,6 +46,7 @@ from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
 from kvcomm.wire.messages import (
+    Dots,
     Failure,
     Message,
     RecordState,
@@ -88,6 +90,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     from l3_shard.desk import ShardLimits
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
+    from l3_shard.scrub import ScrubOptions
     from l3_shard.shard import Shard
     from l3_shard.strong import StrongIdentity
 
@@ -100,7 +103,11 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         node_tenant=birth.node_tenant,
         origin_ms=birth.origin_ms,
         limits=ShardLimits(request_timeout_s=plan.request_timeout_s),
-        repair=None if interval_s is None else RepairOptions(interval_s=interval_s),
+        repair=(
+            None
+            if interval_s is None
+            else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
+        ),
         notes=birth.notes,
         strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter),
     )
@@ -402,6 +409,7 @@ class ShardProcess:
         self._peers = Peers(cluster.network, host, identity)
         self._events: deque[Event] = deque()
         self._draining = False
+        self._pause_count = host.pause_count
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._records = Commits(self.disk, host, self.draw, cluster.plan, self.deliver)
@@ -434,6 +442,9 @@ class ShardProcess:
 
     def deliver(self, event: Event) -> None:
         """One event at a time; those that an effect causes wait for their turn."""
+        if self._pause_count != self.host.pause_count:
+            self._pause_count = self.host.pause_count
+            self._events.append(Resumed())
         self._events.append(event)
         if self._draining:
             return
@@ -460,7 +471,7 @@ class ShardProcess:
             self.cluster.watch.unanswered(self.host.name, request.message, age_s)
 
     def _carry_out(self, effect: Effect) -> None:
-        from l3_shard.storage import Load, Persist, Scan, Survey
+        from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
 
         match effect:
             case ReplyEffect():
@@ -477,6 +488,10 @@ class ShardProcess:
                 (self._strong if effect.database == "strong" else self._records).scan(effect)
             case Survey():
                 self._records.survey(effect)
+            case Sweep():
+                self._records.sweep(effect)
+            case Audit():
+                (self._strong if effect.database == "strong" else self._records).audit(effect)
             case Persist():
                 (self._strong if effect.database == "strong" else self._records).persist(effect)
                 self._perhaps_die()
@@ -544,8 +559,8 @@ class Witness:
         self._records = records
         self.versions: list[RecordVersion] = []
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
-        return self._records.record_get(keys)
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys, least)
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         self.versions = yield from self._records.record_put(writes)

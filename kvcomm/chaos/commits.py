@@ -16,7 +16,7 @@ from kvcomm.chaos.world import Host
 from kvcomm.machine import Event
 
 if TYPE_CHECKING:
-    from l3_shard.storage import Load, Persist, Scan, Survey
+    from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
 
 
 class Commits(Generic[S]):
@@ -43,6 +43,12 @@ class Commits(Generic[S]):
 
     def survey(self, survey: Survey) -> None:
         self._after_disk((0.0, 0.0), lambda: self._survey(survey))
+
+    def sweep(self, sweep: Sweep) -> None:
+        self._after_disk((0.0, 0.0), lambda: self._sweep(sweep))
+
+    def audit(self, audit: Audit) -> None:
+        self._after_disk((0.0, 0.0), lambda: self._audit(audit))
 
     def persist(self, persist: Persist[S]) -> None:
         self._waiting.append(persist)
@@ -77,6 +83,22 @@ class Commits(Generic[S]):
             for leaf in self._disk.survey(survey.leaves)
         ]
         self._deliver(Surveyed(survey.ticket, tuple(leaves)))
+
+    def _sweep(self, sweep: Sweep) -> None:
+        from kvcomm.clock import Stamp
+        from l3_shard.storage import Entry, Swept
+
+        found, resume = self._disk.sweep(sweep.first, sweep.records)
+        leaves = [
+            (leaf, tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in entries]))
+            for leaf, entries in found
+        ]
+        self._deliver(Swept(sweep.ticket, tuple(leaves), resume))
+
+    def _audit(self, audit: Audit) -> None:
+        from l3_shard.storage import Audited
+
+        self._deliver(Audited(audit.ticket, *self._disk.audit(audit.resume, audit.records)))
 
     def _commit(self) -> None:
         batch, self._waiting = self._waiting, []

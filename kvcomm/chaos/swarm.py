@@ -29,8 +29,8 @@ OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
-"""Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them is
-frequent."""
+"""Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
+is frequent."""
 
 
 def draw_plan(seed: int, mode: Mode = "safety") -> Plan:

@@ -18,11 +18,13 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    RecordFates,
     RecordFetch,
     RecordGet,
     RecordPut,
     RecordReplicate,
     RecordState,
+    RecordVersion,
     RecordVersions,
     StrongAccept,
     StrongAccepted,
@@ -91,9 +93,15 @@ class Watch:
             for order, outcome in zip(request.changes, answer.outcomes, strict=True):
                 if not outcome.code and outcome.version:
                     self._check_decided(node, tenant + order.key, outcome.version)
-        if isinstance(request, RecordPut) and isinstance(answer, RecordVersions):
-            for write, version in zip(request.writes, answer.versions, strict=True):
-                self._check_held(node, tenant + write.key, version.replica, version.counter)
+        if isinstance(request, RecordPut) and isinstance(answer, RecordVersions | RecordFates):
+            versions: list[RecordVersion | None] = (
+                [fate.version for fate in answer.fates]
+                if isinstance(answer, RecordFates)
+                else list(answer.versions)
+            )
+            for write, version in zip(request.writes, versions, strict=True):
+                if version is not None:
+                    self._check_held(node, tenant + write.key, version.replica, version.counter)
         if isinstance(request, RecordReplicate) and isinstance(answer, Done):
             for key, state in zip(request.keys, request.states, strict=True):
                 self._check_merged(node, key, state)

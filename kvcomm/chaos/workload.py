@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvcomm.chaos.eventual import Ending, check_eventual
-from kvcomm.chaos.history import History, Invoked, Returned, Seen, Stored, Write, outcome_of
+from kvcomm.chaos.history import (
+    History,
+    Invoked,
+    Returned,
+    Seen,
+    Stored,
+    Write,
+    outcome_of,
+    outcome_of_each,
+)
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
-from kvcomm.errors import KVCommError
+from kvcomm.errors import KVCommError, WriteOutcome
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.wire.messages import Dots, RecordVersion
@@ -167,8 +176,11 @@ class Work:
                 history.add(act.returned(at, result))
             else:
                 invoked, text = act.invoked, f"{error.code}: {error.message}"
-                outcome = outcome_of(error, len(invoked.writes))
-                line = Returned(at, invoked.client, invoked.operation, outcome, error=text)
+                each, stored = outcome_of_each(error), [_stored_in_part(one) for one in error.outcomes]
+                line = Returned(
+                    at, invoked.client, invoked.operation, outcome_of(error),
+                    error=text, stored=stored, each=each,
+                )  # fmt: skip
                 history.add(act.raised(line, error))
             then(error is None)
 
@@ -191,3 +203,10 @@ def _seen(value: StateValue) -> Seen:
 
 def _stored(version: RecordVersion) -> Stored:
     return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)
+
+
+def _stored_in_part(outcome: WriteOutcome) -> Stored | None:
+    """Of a write that was done though its batch was not.  How many acknowledged it is not told."""
+    if outcome.dot is None or outcome.context is None:
+        return None
+    return Stored(*outcome.dot, dict(outcome.context), 0, outcome.own)
