@@ -277,7 +277,9 @@ class Nemesis:
         was decided, and the third is away."""
         from l3_shard.entering import MEMBERSHIP_KEY
 
-        away, forgetful, *rest = self.draw.some(self.cluster.names, 3) * 2
+        if len(self.cluster.names) < 3:
+            return "nobody"
+        away, forgetful, third = self.draw.some(self.cluster.names, 3)
         gone = isolate(away, self.cluster.names)
         self.cut(gone)
 
@@ -291,8 +293,7 @@ class Nemesis:
                 else:
                     for key in sorted(disk.values.keys() - {MEMBERSHIP_KEY}):
                         disk.flip_bit(key)
-            if rest[0] not in (away, forgetful):
-                self._cut_for_a_while(isolate(rest[0], self.cluster.names))
+            self._cut_for_a_while(isolate(third, self.cluster.names))
 
         self.cluster.world.after(self.draw.uniform(0.2, 2.0), self._unless_over(forget))
         return f"{away} is away, {forgetful} forgets"

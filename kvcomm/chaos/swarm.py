@@ -6,11 +6,15 @@ never.  So the seed decides first *which* kinds of trouble a world knows, and th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcomm.chaos.disk import Fsync
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
 from kvcomm.chaos.plan import FAULTS, Mode, Plan
 
+HASTY_S = 0.05
+"""Where a hop with its sync takes less, short time-outs are enough."""
 LASTING = (
     "halves",
     "bridge",
@@ -43,7 +47,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     read_quorum = draw.between(1, copies)
     strong_percent = strong.choice((0, 30, 70, 100))
     policies: tuple[tuple[Fsync, int], ...] = (("always", 6), ("interval", 2), ("never", 1))
-    return Plan(
+    plan = Plan(
         seed=seed,
         mode=mode,
         shards=shards,
@@ -83,6 +87,13 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
+    slowest_s = plan.weather.delay_s[1] + plan.commit_s[1] + plan.turn_s + plan.load_s
+    return _hasty(plan) if slowest_s < HASTY_S and strong.chance(0.6) else plan
+
+
+def _hasty(plan: Plan) -> Plan:
+    """Less patience: more happens while something is broken."""
+    return replace(plan, request_timeout_s=0.5, ask_timeout_s=0.7, operation_timeout_s=3.0)
 
 
 def _faults_of_voters(draw: Draw, strong_percent: int) -> tuple[str, ...]:
