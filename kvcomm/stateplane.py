@@ -25,9 +25,11 @@ from urllib.parse import quote, unquote
 
 from kvcomm.errors import Conflict, TooLarge
 from kvcomm.manifest import Manifest
+from kvcomm.resolvers import resolver_of
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
+from kvcomm.version import ENTRIES_MAX
 from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 
 CONTEXTS_MAX = 65_536
@@ -184,10 +186,21 @@ class StatePlane:
         return RecordWrite(name, value, context, context.own)
 
     def _remember(self, context: Context) -> None:
-        self._contexts.pop(context.record, None)  # then it is the newest; another thread may have evicted it
+        # Popped, it becomes the newest; another thread may have evicted it.
+        before = self._contexts.pop(context.record, None)
+        if before is not None and resolver_of(context.record) is not None:
+            context = Context(context.record, _either(before, context))
         self._contexts[context.record] = context
         while len(self._contexts) > CONTEXTS_MAX:
             self._contexts.popitem(last=False)
+
+
+def _either(one: Dots, two: Dots) -> Dots:
+    """What was seen of a resolved record at either time: coordinators differ in what they have heard, and
+    what was read from one may be removed at another.  (Siblings are different: a put may replace only what was
+    shown together.)  Of too many replicas only the newer, which costs a removal its reach."""
+    union = {**one, **{replica: max(counter, one.get(replica, 0)) for replica, counter in two.items()}}
+    return union if len(union) <= ENTRIES_MAX else two
 
 
 _NOTHING_SEEN = Context(b"", {})

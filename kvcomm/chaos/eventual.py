@@ -213,7 +213,7 @@ class _Judge:
 
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})
-        seen, living = _join(replicas)
+        seen, living = joined(replicas)
         values = {value for value in living.values() if value is not None}
         replaceable: set[int] = set()
         replaced_by: dict[int, _Attempt] = {}
@@ -263,7 +263,7 @@ class _Judge:
                         )
 
 
-def _join(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:
+def joined(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:
     """(what all together have seen, the writes that live)."""
     seen: dict[str, int] = {}
     for replica in replicas.values():
