@@ -241,7 +241,7 @@ class AsyncState:
     async def put_many(
         self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
     ) -> dict[str, Dots]:
-        """See ``State.put_many``."""
+        """See ``State.put_many``, also for ``PartlyDone`` and its ``outcomes``."""
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, await self._client.run(steps, deadline_s), strict=True))
 

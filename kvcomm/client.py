@@ -250,6 +250,10 @@ class State:
         """Many keys in one round trip a shard; each key by itself, not a transaction.
 
         ``context`` applies to every item, so it is for one item, or empty: concurrent to all that is there.
+
+        What is raised for several items has ``outcomes``, one a key: ``done`` with its new context,
+        ``not_done`` with the reason, or ``unknown``.  Its class is ``PartlyDone`` if something was or may
+        have been written; any other class says that nothing was.
         """
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, self._client.run(steps, deadline_s), strict=True))

@@ -114,18 +114,19 @@ def test_what_was_seen_of_a_resolved_record_only_grows() -> None:
     records = FakeRecords({b"set/n/k": RecordAnswer((), {"A": 5, "B": 2}, False)})
     merge = merging(records)
     run(merge.get(SET, "n", ["k"]))
-    records.answers[b"set/n/k"] = RecordAnswer((), {"B": 3}, False)
+    records.answers[b"set/n/k"] = RecordAnswer((), {"B": 3}, True)
     run(merge.get(SET, "n", ["k"]))
     run(merge.change(SET, "n", [("k", FieldsDelta({}, [b"x"]))]))
     assert dict(records.written[0].context) == {"A": 5, "B": 3}
 
 
-def test_of_too_many_replicas_only_the_newer_context_is_kept() -> None:
-    records = FakeRecords({b"set/n/k": RecordAnswer((), {f"old{number}": 1 for number in range(200)}, False)})
+def test_of_too_many_replicas_only_the_newer_context_is_sent() -> None:
+    """No replica takes a context of more than 256."""
+    name, newer = b"set/n/k", {f"new{number}": 1 for number in range(200)}
+    records = FakeRecords({name: RecordAnswer((), {f"old{number}": 1 for number in range(100)}, False)})
     merge = merging(records)
     run(merge.get(SET, "n", ["k"]))
-    newer = {f"new{number}": 1 for number in range(100)}
-    records.answers[b"set/n/k"] = RecordAnswer((), newer, False)
+    records.answers[name] = RecordAnswer((), newer, True)
     run(merge.get(SET, "n", ["k"]))
     run(merge.change(SET, "n", [("k", FieldsDelta())]))
     assert dict(records.written[0].context) == newer
