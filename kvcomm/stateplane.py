@@ -5,6 +5,7 @@ Record names are paths of percent-encoded parts, so a name can hold any text and
 a part::
 
     state/<name>/<key>               a value somebody put
+    counter/<name>/<key>             one of the classes whose siblings are resolved: kvcomm.resolvers
     context/<agent>/<session>        the head of an agent's context: an encoded Manifest
 
 The plane remembers the causal context of what this client last saw of each record (bounded), so that a plain
@@ -23,12 +24,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
-from kvcomm.errors import Conflict, TooLarge
+from kvcomm.errors import Conflict, KVCommError, TooLarge, WriteOutcome
 from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
@@ -133,22 +134,37 @@ class StatePlane:
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: fewer replicas than the write quorum confirmed in time; read before writing again.
             Conflict: the record already has the most siblings it may have; read, merge, put with the context.
+            PartlyDone: a batch of several was done in part; ``outcomes`` says what became of each.
         """
         for name, value, _ in writes:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 raise TooLarge(f"record {name!r}: {len(value)} bytes is over the limit of {VALUE_BYTES_MAX}")
-        batch = [self._write(name, value, context) for name, value, context in writes]
+        return (yield from self._send([self._write(name, value, context) for name, value, context in writes]))
+
+    def change(self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool) -> Steps[None]:
+        """Change records that are resolved, by ``(name, delta or None to delete)``; see ``MergePlane``.
+        ``knowing``: send what was last seen of them along."""
+        batch: list[RecordWrite] = []
+        for name, delta in changes:
+            if delta is not None and len(delta) > VALUE_BYTES_MAX:
+                raise TooLarge(f"record {name!r}: {len(delta)} bytes is over the limit of {VALUE_BYTES_MAX}")
+            context = self._contexts.get(name, _NOTHING_SEEN) if knowing else _NOTHING_SEEN
+            batch.append(RecordWrite(name, None, context, None, delta))
+        yield from self._send(batch)
+
+    def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:
         writing = self._records.record_put(batch)
-        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        try:
+            versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        except KVCommError as error:
+            error.outcomes = [self._learned(outcome) for outcome in error.outcomes]
+            self._tally.wrote(sum(outcome.status == "done" for outcome in error.outcomes))
+            raise
         self._tally.wrote(len(versions))
-        contexts: list[Context] = []
-        for write, version in zip(batch, versions, strict=True):
-            own = (version.replica, version.counter) if version.own else None
-            seen = self._contexts.get(write.key, _NOTHING_SEEN).least
-            least = _union(seen, version.context, {version.replica: version.counter})
-            self._remember(Context(write.key, version.context, own, least))
-            contexts.append(Context(write.key, version.context, own))
-        return contexts
+        return [
+            self._written(write.key, version.context, (version.replica, version.counter), version.own)
+            for write, version in zip(batch, versions, strict=True)
+        ]
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
@@ -174,6 +190,20 @@ class StatePlane:
                     f"{len(heads)} writers took context {record_path(name)} different ways; fork it"
                 )
         return heads[-1] if heads else None
+
+    def _learned(self, outcome: WriteOutcome) -> WriteOutcome:
+        """A write that was done counts, whatever became of the rest of its batch."""
+        if outcome.dot is None or outcome.context is None:
+            return outcome
+        assert isinstance(outcome.key, bytes), "records are named by bytes down here"
+        context = self._written(outcome.key, outcome.context, outcome.dot, outcome.own)
+        return replace(outcome, context=context)
+
+    def _written(self, name: bytes, dots: Dots, dot: tuple[str, int], own: bool) -> Context:
+        mine = dot if own else None
+        least = _union(self._contexts.get(name, _NOTHING_SEEN).least, dots, {dot[0]: dot[1]})
+        self._remember(Context(name, dots, mine, least))
+        return Context(name, dots, mine)
 
     def _write(self, name: bytes, value: bytes | None, context: Dots | None) -> RecordWrite:
         if context is None:

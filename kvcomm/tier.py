@@ -202,7 +202,8 @@ class Records(Protocol):
         ...
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
-        """Raises ``Unavailable``, ``OutcomeUnknown``, ``Conflict`` (sibling bound), ``TooLarge``."""
+        """Raises ``PartlyDone``, ``Unavailable``, ``OutcomeUnknown``, ``Conflict`` (sibling bound),
+        ``TooLarge``; the error of a batch has ``outcomes``."""
         ...
 
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]: ...

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcomm.chaos.history import History, Operation, Write
+from kvcomm.chaos.history import History, Operation, Outcome, Write
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
 
@@ -77,15 +77,21 @@ class _Attempt:
     """One write of one record."""
 
     operation: Operation
+    index: int
+    """In its operation."""
     write: Write
     seen: Known
     dot: Dot | None = None
     """Where it was acknowledged."""
 
+    @property
+    def outcome(self) -> Outcome:
+        return self.operation.outcome_of_write(self.index)
+
     def describe(self) -> str:
         invoked = self.operation.invoked
         what = f"{self.write.key} = {self.write.value!r}"
-        return f"{what} ({self.operation.outcome}, {self.dot}) of {invoked.client} at {invoked.at}"
+        return f"{what} ({self.outcome}, {self.dot}) of {invoked.client} at {invoked.at}"
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +161,7 @@ class _Judge:
         for _, invokes, number, operation in sorted(events, key=lambda event: event[:3]):
             if invokes:
                 self._invoke(operation, known, mine)
-            elif operation.outcome == "ok":
+            elif operation.outcome == "ok" or (operation.returned is not None and operation.returned.each):
                 self._return(number, operation, known, mine)
 
     def _invoke(
@@ -168,7 +174,7 @@ class _Judge:
             record = self._records.setdefault(write.key, _Record())
             seen = Known() if write.blind else known.get((operation.invoked.client, write.key), Known())
             number = len(record.attempts)
-            record.attempts.append(_Attempt(operation, write, seen))
+            record.attempts.append(_Attempt(operation, index, write, seen))
             if write.value is not None:
                 record.by_value[write.value] = number
             mine[operation.invoked.operation, index] = (record, number)
@@ -191,6 +197,8 @@ class _Judge:
                     )
             known[client, key] = record.known(seen.values)
         for index, stored in enumerate(operation.returned.stored):
+            if stored is None:
+                continue
             record, attempt_number = mine[number, index]
             attempt = record.attempts[attempt_number]
             attempt.dot = (stored.replica, stored.counter)
@@ -231,6 +239,8 @@ class _Judge:
                     yield Violation("sessions", f"{what} without {sorted(missing)}, seen before")
                 _raise(before, seen.context)
             for write, stored in zip(operation.invoked.writes, returned.stored, strict=False):
+                if stored is None:
+                    continue  # of a batch that failed: this write was not done, or nobody knows
                 before = seen_by.setdefault((client, write.key), {})
                 _raise(before, stored.context)
                 _raise(before, {stored.replica: stored.counter})
@@ -242,14 +252,14 @@ class _Judge:
         replaceable: set[int] = set()
         replaced_by: dict[int, _Attempt] = {}
         for attempt in record.attempts:
-            if attempt.operation.outcome != "refused":
+            if attempt.outcome != "refused":
                 replaceable |= attempt.seen.may
-            if attempt.operation.outcome == "ok":
+            if attempt.outcome == "ok":
                 replaced_by.update(dict.fromkeys(sorted(attempt.seen.must), attempt))
         for made_up in sorted(values - record.by_value.keys()):
             yield Violation("made up", f"{key} holds {made_up!r}, which nobody wrote")
         for number, attempt in enumerate(record.attempts):
-            value, outcome, dot = attempt.write.value, attempt.operation.outcome, attempt.dot
+            value, outcome, dot = attempt.write.value, attempt.outcome, attempt.dot
             there, what = value is not None and value in values, attempt.describe()
             if outcome == "refused" and there:
                 yield Violation("refused", f"{what} was refused and is there")
@@ -270,6 +280,8 @@ class _Judge:
             if operation.returned is not None:
                 writes = zip(operation.invoked.writes, operation.returned.stored, strict=False)
                 for write, stored in writes:
+                    if stored is None:
+                        continue
                     entry = (operation.returned.at, (stored.replica, stored.counter))
                     acknowledged.setdefault(write.key, []).append(entry)
         for operation in self._operations:

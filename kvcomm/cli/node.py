@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvcomm import __version__
 from kvcomm.block import BlockKey, Incarnation
-from kvcomm.blockstore import BlockStore
+from kvcomm.blockstore import BlockStore, Depot
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
@@ -61,6 +62,12 @@ class NodeProcess:
         """Of this node's records: below ``storage.directory``, else in the instance's own directory."""
         root = self.settings.storage.directory
         return (Path(root) if root else self.instance.directory / "data") / self.node
+
+    @property
+    def disk_directory(self) -> Path | None:
+        """Of this shard's disk tier, if it is to have one."""
+        root = self.settings.shard.disk_path
+        return Path(root) / self.node if root else None
 
     async def announce(
         self, backend: StoreBackend, addresses: list[str], region: str, refresh: Callable[[], None]
@@ -116,7 +123,7 @@ class NodeProcess:
         if self._control is not None:
             self._control.ring_changed()
 
-    def status(self, store: BlockStore, epoch: int) -> NodeStatus:
+    def status(self, store: BlockStore, epoch: int, disk: Depot | None = None) -> NodeStatus:
         from kvcomm.wire.control_codec import NodeStatus
 
         return NodeStatus(
@@ -128,6 +135,7 @@ class NodeProcess:
             epoch,
             time.monotonic() - self._started_at,
             store.usage(),
+            None if disk is None else disk.usage(),
         )
 
     def refresh(
@@ -149,6 +157,7 @@ class NodeProcess:
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_rejected_writes_total").advance_to(counts.rejected_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
         metrics.gauge("kvcomm_hints").set(repair.hint_count)
@@ -162,6 +171,16 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+
+    def refresh_disk(self, disk: Depot | None, refill: RefillCounts) -> None:
+        """The same for its disk tier, if it has one, and for the copies that it got back."""
+        if disk is not None:
+            self.metrics.disk(disk.usage())
+        for outcome, count in refill.blocks.items():
+            self.metrics.counter("kvcomm_refilled_blocks_total", outcome=outcome).advance_to(count)
+        self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
+        for result, count in refill.rounds.items():
+            self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
 
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""

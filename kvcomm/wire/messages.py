@@ -204,6 +204,31 @@ class BlockListed(Message, frozen=True):
     items: Many[BlockItem]
 
 
+class BlockHoldings(Message, frozen=True):
+    """Shard to shard: which of your blocks behind ``after`` do I own, too?  Goes through at most ``limit``
+    of them."""
+
+    epoch: int
+    node: str
+    """Who asks."""
+    after: bytes
+    limit: int
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    copy_bytes: int
+    used: bool
+    """Read lately, as far as eviction knows."""
+
+
+class BlockHeld(Message, frozen=True):
+    items: Many[Holding]
+    """Sorted by key."""
+    resume: bytes | None
+    """Where to go on (``after``); ``None`` = that was all."""
+
+
 # -- records
 # -------------------------------------------------------------------------------------------------------
 
@@ -515,6 +540,22 @@ class StrongListed(Message, frozen=True):
     """Where to go on (``after``); ``None`` = that was all."""
 
 
+class RecordFate(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one write of a batch."""
+
+    version: RecordVersion | None
+    """``None``: it was not done, or is not known to be."""
+    code: str = ""
+    """Of the failure then; see ``kvcomm.errors``."""
+    text: str = ""
+
+
+class RecordFates(Message, frozen=True):
+    """The answer to a ``RecordPut`` whose writes had different fates; in its order."""
+
+    fates: Many[RecordFate]
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
@@ -522,4 +563,6 @@ MESSAGES: tuple[type[Message], ...] = (
     RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
     RecordKeys, RingMap, RingGet, StrongRead, StrongChange,
     StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
+    BlockHoldings, BlockHeld,
+    RecordFates,
 )  # fmt: skip

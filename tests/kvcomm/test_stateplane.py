@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm import stateplane
-from kvcomm.errors import Conflict, Corrupt, TooLarge
+from kvcomm.errors import Conflict, Corrupt, PartlyDone, TooLarge, WriteOutcome, batch_error
 from kvcomm.manifest import Manifest
 from kvcomm.metrics import Metrics
-from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
+from kvcomm.stateplane import Context, StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer
@@ -236,3 +236,30 @@ def test_siblings_that_went_different_ways_are_a_conflict() -> None:
 def test_a_head_that_is_no_manifest_is_corrupt() -> None:
     with pytest.raises(Corrupt):
         head_of(b"junk")
+
+
+def test_what_was_done_of_a_batch_is_remembered_and_told_by_the_callers_keys() -> None:
+    one, two = record_name("state", "n", "j"), record_name("state", "n", "k")
+    done = WriteOutcome(one, "done", ("a", 1), {"a": 1}, own=True)
+    refused = WriteOutcome(two, "not_done", error=Conflict("siblings"))
+
+    class Half(FakeRecords):
+        def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+            if len(writes) == 2:
+                yield from ()
+                raise batch_error([done, refused])
+            return (yield from super().record_put(writes))
+
+    records, metrics = Half(), Metrics("client")
+    state = StatePlane(records, Tally(metrics, clock=lambda: 0.0))
+    with pytest.raises(PartlyDone) as caught:
+        run(state.put([(one, b"v", None), (two, b"v", None)]))
+    first, second = caught.value.outcomes
+    assert isinstance(first.context, Context) and first.context.record == done.key
+    assert first.context.own == ("a", 1) and first.context == {"a": 1}
+    assert second.context is None and isinstance(second.error, Conflict)
+    run(state.put([(one, b"w", None)]))
+    assert records.written[-1] == RecordWrite(one, b"w", {"a": 1}, ("a", 1))
+    for outcome in ("ok", "failed"):
+        series = metrics.counter("kvcomm_record_operations_total", operation="put", outcome=outcome)
+        assert series.value == (2 if outcome == "ok" else 1)
