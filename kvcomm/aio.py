@@ -14,13 +14,15 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvcomm.aioleasing import AsyncLease
+from kvcomm.aiomerging import AsyncCounter, AsyncElementSet, AsyncExtreme, AsyncFieldMap, AsyncRegister
 from kvcomm.block import ROOT_LINEAGE, Buffer
-from kvcomm.client import DEADLINE_S, deadline_after
+from kvcomm.deadline import DEADLINE_S, deadline_after
 from kvcomm.lease import TTL_S
 from kvcomm.leasing import Fence, epoch_of
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
+from kvcomm.resolvers import table
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
@@ -104,6 +106,30 @@ class AsyncClient:
     def state(self, name: str) -> AsyncState:
         """See ``Client.state``."""
         return AsyncState(self, self._operations, name)
+
+    def counter(self, name: str) -> AsyncCounter:
+        """See ``Client.counter``."""
+        return AsyncCounter(self, self._operations, table.COUNTER, name)
+
+    def set(self, name: str) -> AsyncElementSet:
+        """See ``Client.set``."""
+        return AsyncElementSet(self, self._operations, table.SET, name)
+
+    def map(self, name: str) -> AsyncFieldMap:
+        """See ``Client.map``."""
+        return AsyncFieldMap(self, self._operations, table.MAP, name)
+
+    def maximum(self, name: str) -> AsyncExtreme:
+        """See ``Client.maximum``."""
+        return AsyncExtreme(self, self._operations, table.MAXIMUM, name)
+
+    def minimum(self, name: str) -> AsyncExtreme:
+        """See ``Client.minimum``."""
+        return AsyncExtreme(self, self._operations, table.MINIMUM, name)
+
+    def register(self, name: str) -> AsyncRegister:
+        """See ``Client.register``."""
+        return AsyncRegister(self, self._operations, table.REGISTER, name)
 
     def strong(self, name: str) -> AsyncStrong:
         """See ``Client.strong``."""
@@ -215,7 +241,7 @@ class AsyncState:
     async def put_many(
         self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
     ) -> dict[str, Dots]:
-        """See ``State.put_many``."""
+        """See ``State.put_many``, also for ``PartlyDone`` and its ``outcomes``."""
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, await self._client.run(steps, deadline_s), strict=True))
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from kvcomm.block import ROOT_LINEAGE, Buffer
+from kvcomm.deadline import DEADLINE_S, deadline_after
 from kvcomm.lease import TTL_S
 from kvcomm.leasing import Fence, Lease, epoch_of
 from kvcomm.manifest import Manifest
+from kvcomm.merging import Counter, ElementSet, Extreme, FieldMap, Register
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
+from kvcomm.resolvers import table
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
@@ -23,11 +24,6 @@ from kvcomm.tier import Block
 from kvcomm.wire.messages import Dots
 
 T = TypeVar("T")
-
-DEADLINE_S = 5.0
-"""Default bound of every call, seconds."""
-DEADLINE_S_MAX = 86_400.0
-"""No call may wait longer than a day: what is meant as "for ever" hangs an agent instead of telling it."""
 
 
 class Client:
@@ -107,6 +103,30 @@ class Client:
         """The small versioned state called ``name``."""
         return State(self, self._operations, name)
 
+    def counter(self, name: str) -> Counter:
+        """The sums called ``name``: concurrent adds all count."""
+        return Counter(self, self._operations, table.COUNTER, name)
+
+    def set(self, name: str) -> ElementSet:
+        """The sets called ``name``: concurrent adds and removes of elements both take effect."""
+        return ElementSet(self, self._operations, table.SET, name)
+
+    def map(self, name: str) -> FieldMap:
+        """The maps called ``name``: their fields are written independently of each other."""
+        return FieldMap(self, self._operations, table.MAP, name)
+
+    def maximum(self, name: str) -> Extreme:
+        """The largest numbers called ``name``."""
+        return Extreme(self, self._operations, table.MAXIMUM, name)
+
+    def minimum(self, name: str) -> Extreme:
+        """The smallest numbers called ``name``."""
+        return Extreme(self, self._operations, table.MINIMUM, name)
+
+    def register(self, name: str) -> Register:
+        """The values called ``name`` of which the last written is shown; concurrent ones **are lost**."""
+        return Register(self, self._operations, table.REGISTER, name)
+
     def strong(self, name: str) -> Strong:
         """The linearizable values called ``name``."""
         return Strong(self, self._operations, name)
@@ -150,13 +170,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def deadline_after(deadline_s: float) -> float:
-    """Absolute monotonic seconds.  Raises ``ValueError`` for a wait that would have no end."""
-    if not (math.isfinite(deadline_s) and 0 <= deadline_s <= DEADLINE_S_MAX):
-        raise ValueError(f"deadline_s must be 0 to {DEADLINE_S_MAX:.0f} seconds, got {deadline_s}")
-    return time.monotonic() + deadline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +250,10 @@ class State:
         """Many keys in one round trip a shard; each key by itself, not a transaction.
 
         ``context`` applies to every item, so it is for one item, or empty: concurrent to all that is there.
+
+        What is raised for several items has ``outcomes``, one a key: ``done`` with its new context,
+        ``not_done`` with the reason, or ``unknown``.  Its class is ``PartlyDone`` if something was or may
+        have been written; any other class says that nothing was.
         """
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, self._client.run(steps, deadline_s), strict=True))

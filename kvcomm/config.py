@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from kvcomm.errors import ConfigError
+from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
 TRANSPORTS_RUN = ("shm", "tcp")
@@ -157,6 +158,19 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     if not set(value) & set(TRANSPORTS_RUN):
         raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
+
+
+def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        _unlike(value, "a list of rules, each with names and what it demands")
+    rules: list[Rule] = []
+    for number, written in enumerate(value, start=1):
+        try:
+            sizes = {key: _bytes(written[key], 0) for key in ("value_bytes_max",) if key in written}
+            rules.append(rule_of(written | sizes))
+        except (ValueError, TypeError) as error:  # TypeError: a key that is no text
+            raise ValueError(f"rule {number}: {error}") from error
+    return tuple(rules)
 
 
 def _at_least(value: int, least: int, what: str) -> int:
@@ -369,6 +383,18 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordsConfig:
+    """What the values of records keep to."""
+
+    validators: tuple[Rule, ...] = _setting(
+        "validators", _validators, [],
+        "Rules that a written value must keep, by name; see [records](records.md). A write that breaks one "
+        "is refused (`Rejected`) before anything is written. Checked by the shard that coordinates the "
+        "write, against what it has seen: two sides of a split may together break what each has kept.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class ShardConfig:
     """Where a shard keeps blocks beside its memory."""
 
@@ -413,13 +439,15 @@ class Config:
     """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree.
 
     ``cache``: how much is kept; ``network``: how it travels; ``cluster``: who takes part; ``storage``: where
-    records lie; ``shard``: the disk tier of blocks; ``security``: who we are.
+    records lie; ``records``: what may be written to them; ``shard``: the disk tier of blocks;
+    ``security``: who we are.
     """
 
     cache: CacheConfig = field(metadata={"section": CacheConfig})
     network: NetworkConfig = field(metadata={"section": NetworkConfig})
     cluster: ClusterConfig = field(metadata={"section": ClusterConfig})
     storage: StorageConfig = field(metadata={"section": StorageConfig})
+    records: RecordsConfig = field(metadata={"section": RecordsConfig})
     shard: ShardConfig = field(metadata={"section": ShardConfig})
     security: SecurityConfig = field(metadata={"section": SecurityConfig})
 

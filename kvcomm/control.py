@@ -101,6 +101,7 @@ _STATUS_OF_CODE = {
     "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
     "conflict": grpc.StatusCode.ABORTED,
     "outcome_unknown": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "partly_done": grpc.StatusCode.DEADLINE_EXCEEDED,
     "corrupt": grpc.StatusCode.DATA_LOSS,
     "refused": grpc.StatusCode.FAILED_PRECONDITION,
     "pool_full": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -359,6 +359,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
     ),
     Definition(
+        "kvcomm_requests_overdue_total", "counter", _NODES,
+        "Requests refused because their sender had stopped waiting before they could be looked at.",
+    ),
+    Definition(
         "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
     ),
     Definition(
@@ -416,6 +420,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_replication_acks_total", "counter", _SHARD,
         "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
         {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_rejected_writes_total", "counter", _SHARD,
+        "Record writes that broke a rule of `records.validators`; nothing was written.",
     ),
     Definition(
         "kvcomm_hints", "gauge", _SHARD,

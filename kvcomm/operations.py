@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcomm.block import (
@@ -20,9 +20,10 @@ from kvcomm.block import (
     header_for,
 )
 from kvcomm.blockplane import BlockPlane, Prefix, Stored
-from kvcomm.errors import NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.errors import KVCommError, NamespaceError, PayloadError, Refused, Unavailable
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
+from kvcomm.mergeplane import MergePlane
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
@@ -211,7 +212,14 @@ class Operations:
         self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
     ) -> Steps[list[Dots]]:
         writes = [(record_name("state", name, key), value, context) for key, value in items]
-        contexts = yield from self.state().put(writes)
+        try:
+            contexts = yield from self.state().put(writes)
+        except KVCommError as error:  # its outcomes are in the order of the batch
+            error.outcomes = [
+                replace(outcome, key=key)
+                for (key, _), outcome in zip(items, error.outcomes, strict=bool(error.outcomes))
+            ]
+            raise
         return list(contexts)
 
     def state_keys(self, name: str) -> Steps[list[str]]:
@@ -259,6 +267,9 @@ class Operations:
         if self._state is None:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._state
+
+    def merging(self) -> MergePlane:
+        return MergePlane(self.state())
 
     def strong(self) -> StrongPlane:
         if self._strong is None:

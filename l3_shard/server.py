@@ -27,6 +27,7 @@ from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
+from kvcomm.validators import Validators
 from kvcomm.wire.messages import (
     BlockGet,
     BlockHeld,
@@ -72,6 +73,7 @@ class ShardOptions:
     limits: ShardLimits = field(default_factory=ShardLimits)
     connect_timeout_s: float = 1.0
     repair: RepairOptions = field(default_factory=RepairOptions)
+    validators: Validators = field(default_factory=Validators)
     refill: RefillOptions = field(default_factory=RefillOptions)
 
 
@@ -155,6 +157,7 @@ async def run_shard(
             repair=options.repair,
             notes=store.notes(),
             strong=StrongIdentity(strong_store.replica, incarnation, random.random),
+            validators=options.validators,
         )
     except BaseException:
         store.close()

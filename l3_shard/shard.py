@@ -42,7 +42,7 @@ from itertools import count
 
 from kvcomm.clock import ClockDrift, HybridClock, Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, Rejected, StaleEpoch, TooLarge, Unavailable
-from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
+from kvcomm.machine import Answered, Effect, Event, Origin, Received, Resumed, Stop, Ticket
 from kvcomm.resolvers import resolver_of
 from kvcomm.validators import Validators
 from kvcomm.version import Dot, VersionError, VersionVector
@@ -80,6 +80,7 @@ from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
+from l3_shard.recheck import Recheck
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.resolving import resolve
@@ -256,6 +257,14 @@ class Shard:
         self._scans: dict[Ticket, _Scan] = {}
         self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
         self._timers = Timers(tickets)
+        self._recheck = Recheck(
+            node,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            adopt=self._adopt,
+            serve=self._serve_held,
+        )
         self._notes = Notes(self._desk)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
@@ -344,6 +353,8 @@ class Shard:
                 assert sum(took) == 1, "nobody else orders audits"
             case Scanned():
                 self._scanned(event)
+            case Resumed():
+                self._recheck.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -389,6 +400,8 @@ class Shard:
 
     def _received(self, origin: Origin, message: Message) -> None:
         try:
+            if origin.tenant != self._node_tenant and self._recheck.holds(origin, message):
+                return
             match message:
                 case RecordGet():
                     self._get(origin, message)
@@ -420,11 +433,21 @@ class Shard:
         except KVCommError as error:
             self._desk.reply(origin, error)
 
+    def _serve_held(self, origin: Origin, message: Message, arrived_at: float) -> None:
+        self._desk.arrived_at = arrived_at
+        self._received(origin, message)
+        self._desk.arrived_at = None
+
     def _get(self, origin: Origin, message: RecordGet) -> None:
         self._check_epoch(message.epoch)
         self._get_count += 1
         tenant = origin.tenant
         queries = [self._query(tenant, key) for key in _checked_keys(message.keys)]
+        if message.least:
+            if len(message.least) != len(queries):
+                raise Refused(f"{len(queries)} keys with {len(message.least)} least contexts")
+            pairs = zip(queries, message.least, strict=True)
+            queries = [query._replace(least=least) if least else query for query, least in pairs]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -872,6 +895,7 @@ class Shard:
         """Assert every invariant."""
         self._desk.check()
         self._lines.check()
+        self._recheck.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:

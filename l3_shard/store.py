@@ -4,9 +4,10 @@ Layout of the directory::
 
     data.mdb, lock.mdb    LMDB: databases "records" (stored key -> value), "index" (leaf of the Merkle tree
                           and key -> digest), "meta" (the replica id), "notes" (see l3_shard.notes)
-    owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether it
-    closed lock                  held with flock while a process owns the directory data.mdb.suspect      a
-    database that a power cut may have damaged, set aside (one at most)
+    owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether
+                          it closed
+    lock                  held with flock while a process owns the directory
+    data.mdb.suspect      a database that a power cut or the disk may have damaged, set aside (one at most)
 
 A value describes itself: ``version u8 | flags u8 | zero (6) | xxh3-64 of head, key and body | body (msgpack
 RecordState)``. The key is in the checksum, so a value that LMDB returns for another key is noticed too.  A
@@ -14,18 +15,15 @@ value that fails verification is reported as damaged and never served.
 
 **What a crash costs, by fsync policy**
 
-=========
-===================================================================================================== always
-Nothing, ever: a write is acknowledged when it is synced.  A commit takes the disk's fsync time (and runs
-           in a worker thread; commits that come meanwhile share the next fsync).
-interval   Process crash, ``kill -9``: nothing.  Power cut or kernel crash: LMDB without ordered writes may
-lose more
-           than the last interval, so the whole file is set aside, and the shard starts empty under a new
-           replica id and is refilled by its peers.
-never      As ``interval``; in addition the window has no bound, so peers that lose power together lose
-together.
-=========
-=====================================================================================================
+``always``
+    Nothing, ever: a write is acknowledged when it is synced.  A commit takes the disk's fsync time (and runs
+    in a worker thread; commits that come meanwhile share the next fsync).
+``interval``
+    Process crash, ``kill -9``: nothing.  Power cut or kernel crash: LMDB without ordered writes may lose more
+    than the last interval, so the whole file is set aside, and the shard starts empty under a new replica id
+    and is refilled by its peers.
+``never``
+    As ``interval``; in addition the window has no bound, so peers that lose power together lose together.
 
 **A database that cannot be walked** (cut short, pages damaged) is set aside too, and the shard is refilled
 like one with a new disk; it is looked for after every unclean end, see ``l3_shard.walk``.

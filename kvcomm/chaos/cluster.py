@@ -33,6 +33,7 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
+    Resumed,
     Stop,
     Tick,
 )
@@ -43,7 +44,16 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
-from kvcomm.wire.messages import Failure, Message, RecordState, RecordVersion, RecordWrite, RingMap, RingNode
+from kvcomm.wire.messages import (
+    Dots,
+    Failure,
+    Message,
+    RecordState,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    RingNode,
+)
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
@@ -299,6 +309,7 @@ class ShardProcess:
         self._peers = Peers(cluster.network, host, identity)
         self._events: deque[Event] = deque()
         self._draining = False
+        self._pause_count = host.pause_count
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._waiting: list[Persist[RecordState]] = []
@@ -330,6 +341,9 @@ class ShardProcess:
 
     def deliver(self, event: Event) -> None:
         """One event at a time; those that an effect causes wait for their turn."""
+        if self._pause_count != self.host.pause_count:
+            self._pause_count = self.host.pause_count
+            self._events.append(Resumed())
         self._events.append(event)
         if self._draining:
             return
@@ -519,8 +533,8 @@ class Witness:
         self._records = records
         self.versions: list[RecordVersion] = []
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
-        return self._records.record_get(keys)
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys, least)
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         self.versions = yield from self._records.record_put(writes)

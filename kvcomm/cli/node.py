@@ -146,6 +146,7 @@ class NodeProcess:
         metrics.store(store.usage())
         metrics.gauge("kvcomm_connections").set(server.connection_count)
         metrics.gauge("kvcomm_ring_epoch").set(epoch)
+        metrics.counter("kvcomm_requests_overdue_total").advance_to(server.overdue_count)
         for message, count in server.request_counts.items():
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
         for status, count in grant_counts.items():
@@ -156,6 +157,7 @@ class NodeProcess:
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_rejected_writes_total").advance_to(counts.rejected_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
         metrics.gauge("kvcomm_hints").set(repair.hint_count)

@@ -135,6 +135,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
 
 
 def _shard_options(process: NodeProcess) -> ShardOptions:
+    from kvcomm.validators import Validators
     from l3_shard.desk import ShardLimits
     from l3_shard.refilling import RefillOptions
     from l3_shard.repair import RepairOptions
@@ -158,6 +159,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
         refill=RefillOptions(
             cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
         ),
+        validators=Validators(settings.records.validators),
     )
 
 

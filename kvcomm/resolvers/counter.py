@@ -35,6 +35,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 class Counter(Resolver[Entries, int, int]):
     """Deltas are whole numbers, also negative; shown as the sum, 0 if absent."""
 
+    uses_known = False
+
     def __init__(self, name: str) -> None:
         super().__init__(name, list[_Entry], int)
 

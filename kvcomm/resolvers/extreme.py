@@ -14,6 +14,8 @@ class Extreme(Resolver[Number, Number, Number | None]):
     """States and deltas are numbers: ``int`` within 64 bits, finite ``float``.  They are compared exactly,
     and of equal ones the ``float`` counts as larger, so that the order is total."""
 
+    uses_known = False
+
     def __init__(self, name: str, *, largest: bool) -> None:
         super().__init__(name, Number, Number)  # type: ignore[arg-type]  # a union is no ``type``
         self._largest = largest

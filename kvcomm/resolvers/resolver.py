@@ -48,6 +48,8 @@ class Resolver(ABC, Generic[S, D, V]):
     Subclasses say what a state is; :meth:`_merge` must be commutative, associative and idempotent.
     """
 
+    uses_known = True
+    """Whether what the author of a delta had seen matters."""
     replaces_known = False
     """Whether a write replaces what its author had seen even where its coordinator has not seen it.  Right
     only if the new state owes nothing to the old one."""
@@ -98,10 +100,14 @@ class Resolver(ABC, Generic[S, D, V]):
         """The inverse of :meth:`delta`.
 
         Raises:
-            ValueError: it asks for something that cannot be.
+            ValueError: it asks for something that cannot be, or is not made of the right types.
         """
-        self._check_delta(delta)
-        return _encoder.encode(delta)
+        try:
+            encoded = _encoder.encode(delta)
+            self._check_delta(self._deltas.decode(encoded))
+        except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+            raise ValueError(f"not a change of a {self.name} record: {error}") from error
+        return encoded
 
     def _joined(self, values: Sequence[bytes]) -> S | None:
         return reduce(self._merge, map(self._decode, values)) if values else None

@@ -255,6 +255,8 @@ class RecordState(msgspec.Struct, frozen=True, array_like=True):
 class RecordGet(Message, frozen=True):
     epoch: int
     keys: Many[bytes]
+    least: Many[Dots] = []
+    """One a key, or none at all: what the answer must have seen, else it is ``degraded``."""
 
 
 class RecordStates(Message, frozen=True):
@@ -538,6 +540,22 @@ class StrongListed(Message, frozen=True):
     """Where to go on (``after``); ``None`` = that was all."""
 
 
+class RecordFate(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one write of a batch."""
+
+    version: RecordVersion | None
+    """``None``: it was not done, or is not known to be."""
+    code: str = ""
+    """Of the failure then; see ``kvcomm.errors``."""
+    text: str = ""
+
+
+class RecordFates(Message, frozen=True):
+    """The answer to a ``RecordPut`` whose writes had different fates; in its order."""
+
+    fates: Many[RecordFate]
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
@@ -546,4 +564,5 @@ MESSAGES: tuple[type[Message], ...] = (
     RecordKeys, RingMap, RingGet, StrongRead, StrongChange,
     StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
     BlockHoldings, BlockHeld,
+    RecordFates,
 )  # fmt: skip

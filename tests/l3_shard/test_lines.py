@@ -235,3 +235,23 @@ def test_a_lost_record_counts_as_damaged_until_it_is_mended():
     assert seen[0].damaged
     driver.lines.mend(b"k")
     assert driver.lines.damaged() == []
+
+
+def test_what_was_written_over_damage_and_is_damaged_again_is_news_again():
+    """What was lost the second time may be a counter that was given out since the first."""
+    driver = Driver()
+
+    def look() -> list[bytes]:
+        seen: list[Local] = []
+        driver.lines.read(b"k", seen.append)
+        (load,) = driver.lines.flush("replica0.1")
+        assert isinstance(load, Load)
+        return driver.lines.loaded(Loaded(load.ticket, (None,), (b"k",)))
+
+    assert look() == [b"k"] and look() == [], "a record that nobody can mend is no news at every look"
+    driver.lines.change(b"k", Append(1))
+    driver.flush()
+    driver.finish()
+    assert look() == [b"k"] and look() == []
+    driver.lines.mend(b"k")
+    assert look() == [b"k"]

@@ -41,7 +41,7 @@ CONFIG = """
 cache: {{l1_size: 8MiB, l3_size: 32MiB}}
 network: {{request_timeout: 1s, connect_timeout: 1s}}
 cluster: {{shards: 3, pools: 0, repair_interval: 1s, hint_age: {hint_age}, tombstone_age: {tombstone_age}}}
-storage: {{directory: {storage}, fsync: {fsync}, fsync_interval: 50ms}}
+storage: {{directory: {storage}, fsync: {fsync}, fsync_interval: {fsync_interval}}}
 """
 
 _FS_IOC_SHUTDOWN = 0x8004587D
@@ -190,6 +190,7 @@ class Lab(Cluster):
         directory: Path,
         *,
         fsync: str = "always",
+        fsync_interval: str = "50ms",
         on_disks: bool = False,
         hint_age: str = "60s",
         tombstone_age: str = "1h",
@@ -206,7 +207,13 @@ class Lab(Cluster):
             )
         self.config = directory / "kvcomm.yaml"
         self.config.write_text(
-            CONFIG.format(storage=self.storage, fsync=fsync, hint_age=hint_age, tombstone_age=tombstone_age)
+            CONFIG.format(
+                storage=self.storage,
+                fsync=fsync,
+                fsync_interval=fsync_interval,
+                hint_age=hint_age,
+                tombstone_age=tombstone_age,
+            )
         )
         self.disks: dict[str, Disk] = {}
         self.name = f"lab-{os.getpid()}-{time.monotonic_ns() % 1_000_000}"
@@ -321,13 +328,16 @@ class Lab(Cluster):
         """What the node printed, in all its lives."""
         return (self.instance.directory / "logs" / f"{node}.log").read_text()
 
-    def ask(self, node: NodeRecord, message: Message, deadline_s: float = 5.0) -> Message:
-        """As another node of the cluster would."""
+    def connection(self, node: NodeRecord) -> Connection:
+        """As another node of the cluster opens it."""
         identity = Identity(self.instance.credentials().token(NODE_TENANT), Incarnation(5))
-        deadline = time.monotonic() + deadline_s
-        connection = Connection.open(node.addresses[0], identity, deadline)
+        return Connection.open(node.addresses[0], identity, time.monotonic() + 5.0)
+
+    def ask(self, node: NodeRecord, message: Message) -> Message:
+        """As another node of the cluster would.  Raises the ``KVCommError`` that is answered."""
+        connection = self.connection(node)
         try:
-            return connection.call(message, deadline=deadline).message
+            return connection.call(message, deadline=time.monotonic() + 5.0).message
         finally:
             connection.close()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +23,7 @@ from kvcomm.chaos.linearizable import Access, Kind, check_register
 from kvcomm.client import Client
 from kvcomm.errors import KVCommError, OutcomeUnknown
 from kvcomm.strongplane import NO_VERSION, StrongConflict, StrongValue
+from kvcomm.wire.messages import RecordState
 from tests.system.conftest import eventually
 from tests.system.lab import Lab
 
@@ -107,13 +108,24 @@ class Eventual:
             except KVCommError as error:
                 self.counts.failed(error)
 
+    def attempted(self, key: str) -> set[bytes]:
+        """All values that were ever sent and may have been written."""
+        return {
+            write.value
+            for write in self._writes[key]
+            if write.value is not None and write.outcome != "refused"
+        }
+
     def keys(self) -> list[str]:
         return sorted(self._writes)
 
     def judge(self, lab: Lab) -> None:
         """Once all replicas are equal: each key holds what it may."""
         keys = self.keys()
-        for key, state in zip(keys, lab.agreed(self.name, keys), strict=True):
+        self.judge_states(keys, lab.agreed(self.name, keys))
+
+    def judge_states(self, keys: Sequence[str], states: Sequence[RecordState | None]) -> None:
+        for key, state in zip(keys, states, strict=True):
             siblings = () if state is None else state.siblings
             self.judge_key(key, {each.value for each in siblings if each.value is not None})
 
@@ -202,7 +214,7 @@ class Traffic:
 
     def __init__(self, lab: Lab, name: str, *, eventual: int = 2, strong: int = 3) -> None:
         self.eventual, self.strong = Eventual(name), Strong(name)
-        self._lab = lab
+        self._lab, self._eventual, self._strong = lab, eventual, strong
         self._enough = threading.Event()
         self._broken: list[BaseException] = []
         operates: list[Callable[[Client, int, int], None]] = [self.eventual.operate] * eventual
@@ -234,9 +246,8 @@ class Traffic:
 
         def enough() -> bool:
             assert not self._broken, self._broken
-            return (
-                self.eventual.counts.done >= eventual + operations
-                and self.strong.counts.done >= strong + operations
+            return (self.eventual.counts.done >= eventual + operations or not self._eventual) and (
+                self.strong.counts.done >= strong + operations or not self._strong
             )
 
         eventually(enough)

@@ -160,6 +160,12 @@ def test_records_that_decay_in_the_middle_of_everything_are_mended() -> None:
     kept(simulate(SCRUBBED, script=at({2.0: rot, 7.0: rot, 11.9: rot})))
 
 
+def test_a_record_that_is_damaged_twice_loses_its_counters_twice() -> None:
+    """Written over after the first damage, damaged again before anybody had mended it: the shard went on
+    under the same id and gave a dot out a second time."""
+    kept(simulate(draw_plan(63)))
+
+
 def test_without_a_scrub_they_stay_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge of the two above can condemn."""
     monkeypatch.setattr("l3_shard.scrub.Scrub.start", lambda self: None)
