@@ -63,7 +63,9 @@ class Ring:
         self._listed_count = min(len(self._nodes), max(ring_map.replicas, ring_map.block_copies))
         self._owners = [tuple(self._first(at, self._listed_count)) for at in range(len(points))]
         self._names = sorted(self._nodes)
-        self._groups = sorted({tuple(sorted(owners[: ring_map.replicas])) for owners in set(self._owners)})
+        self._groups = sorted(
+            {tuple(sorted(owners[: ring_map.replicas])) for owners in dict.fromkeys(self._owners)}
+        )
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
