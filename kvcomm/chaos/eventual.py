@@ -240,7 +240,7 @@ class _Judge:
                 _raise(before, seen.context)
             for write, stored in zip(operation.invoked.writes, returned.stored, strict=False):
                 if stored is None:
-                    continue
+                    continue  # of a batch that failed: this write was not done, or nobody knows
                 before = seen_by.setdefault((client, write.key), {})
                 _raise(before, stored.context)
                 _raise(before, {stored.replica: stored.counter})
