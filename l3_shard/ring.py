@@ -62,6 +62,10 @@ class Ring:
         self._walk = [node for _, node in points]
         self._listed_count = min(len(self._nodes), max(ring_map.replicas, ring_map.block_copies))
         self._owners = [tuple(self._first(at, self._listed_count)) for at in range(len(points))]
+        self._names = sorted(self._nodes)
+        self._groups = sorted(
+            {tuple(sorted(owners[: ring_map.replicas])) for owners in dict.fromkeys(self._owners)}
+        )
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -83,7 +87,7 @@ class Ring:
     @property
     def names(self) -> Sequence[str]:
         """Of all shards, sorted."""
-        return sorted(self._nodes)
+        return self._names
 
     @property
     def placement(self) -> bytes:
@@ -125,8 +129,7 @@ class Ring:
 
     def groups(self) -> list[tuple[str, ...]]:
         """The different sets of shards that hold a record together, each sorted."""
-        count = self._map.replicas
-        return sorted({tuple(sorted(owners[:count])) for owners in self._owners})
+        return list(self._groups)
 
     def block_owners(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the block ``key``."""
