@@ -370,6 +370,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "ask those.",
     ),
     Definition(
+        "kvcomm_disk_full", "gauge", _SHARD,
+        "1 = the last write of records was refused for lack of room. Free some space: reads go on meanwhile, "
+        "and writes go on by themselves.",
+    ),
+    Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",
     ),
     Definition(

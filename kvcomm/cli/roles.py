@@ -114,6 +114,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
                 process.refresh_strong(running.strong_counts())
+                process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
 
             backend = ShardBackend(process, store, running)
             work = process.announce(backend, running.addresses, "", refresh)

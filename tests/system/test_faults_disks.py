@@ -57,8 +57,12 @@ def test_fault_28_a_full_disk_on_one_shard(lab: Lab) -> None:
         with lab.disks["shard-1"].full():
             traffic.goes_on(40)
             assert traffic.eventual.counts.unknown == traffic.eventual.counts.refused == 0
+            assert metric(lab.node("shard-1"), "kvcomm_disk_full") == 1
         traffic.goes_on()
+        eventually(lambda: metric(lab.node("shard-1"), "kvcomm_disk_full") == 0)
     traffic.judge()
+    log = lab.log("shard-1")
+    assert log.index("writes are refused") < log.index("there is room again for writes")
     assert pids(lab) == before
 
 
