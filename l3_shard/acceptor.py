@@ -23,7 +23,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvcomm.errors import Corrupt
-from kvcomm.wire.messages import StrongRegister, StrongState
+from kvcomm.wire.messages import FENCE_MAX, StrongRegister, StrongState
 from l3_shard.ballot import NO_BALLOT, Ballot
 
 VERSIONS_MAX = 8
@@ -67,9 +67,10 @@ def learn(state: StrongState, other: StrongState) -> StrongState:
     return StrongState(promised, state.accepted, state.register, state.voted)
 
 
-def changed(register: StrongRegister, version: bytes, value: bytes | None) -> StrongRegister:
-    """The register after the change that is called ``version``."""
-    return StrongRegister([*register.versions, version][-VERSIONS_MAX:], value)
+def changed(register: StrongRegister, version: bytes, value: bytes | None, fence: int = 0) -> StrongRegister:
+    """The register after the change that is called ``version``, made under the lease epoch ``fence``."""
+    versions = [*register.versions, version][-VERSIONS_MAX:]
+    return StrongRegister(versions, value, max(register.fence, fence))
 
 
 def checked(state: StrongState) -> StrongState:
@@ -85,6 +86,8 @@ def checked(state: StrongState) -> StrongState:
     ordered = all(older < newer for older, newer in pairwise(versions))
     if not ordered or len(versions) > VERSIONS_MAX or state.register.version > state.accepted:
         raise Corrupt("not an acceptor's state: its versions are out of order or above what was accepted")
+    if not 0 <= state.register.fence <= FENCE_MAX or (state.register.fence and not versions):
+        raise Corrupt("not an acceptor's state: no change was made under such a fence")
     if state.accepted > state.promised or (state.register.value is not None and not versions):
         raise Corrupt(
             "not an acceptor's state: it accepted what it had not promised, or a value of no change"

@@ -20,9 +20,9 @@ ballots of their last changes.  In the next round the proposal looks for its ear
   can ever hold it, so the change may be made again;
 * the versions do not reach back so far: nobody can tell, and ``outcome_unknown`` is the truth.
 
-**What did not change is confirmed too.**  A failed ``cas`` tells its caller a version; until a quorum has
-accepted it, it may still vanish.  An accept of the unchanged register keeps its version, so a read never
-makes somebody's ``cas`` fail.
+**What did not change is confirmed too.**  A failed or fenced change tells its caller a version; until a
+quorum has accepted it, it may still vanish.  An accept of the unchanged register keeps its version, so a read
+never makes somebody's ``cas`` fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcomm.errors import Conflict, Corrupt, OutcomeUnknown, Unavailable
+from kvcomm.errors import Conflict, Corrupt, Fenced, OutcomeUnknown, Unavailable
 from kvcomm.wire.messages import (
     Message,
     StrongAccepted,
@@ -206,7 +206,7 @@ class Proposal:
         """Change what a quorum holds, and have it accepted."""
         again = [version for version in self._attempts if version in register.versions]
         if again:
-            outcome, changed = StrongOutcome("", again[-1], None), register
+            outcome, changed = StrongOutcome("", again[-1], None, fence=self.order.fence), register
         elif self._attempts and not _reaches_back(register, self._attempts[0]):
             self.phase = "over"
             return Finished(
@@ -239,17 +239,27 @@ class Proposal:
 def apply(
     order: StrongOrder, register: StrongRegister, ballot: bytes
 ) -> tuple[StrongOutcome, StrongRegister]:
-    """What ``order`` makes of a register, and what its caller is told if that is accepted."""
+    """What ``order`` makes of a register, and what its caller is told if that is accepted.
+
+    The fence stands in the register, so it is a majority that refuses the change of an earlier lease epoch,
+    whatever the shard that coordinates it remembers.  A record that was ever changed under a lease takes no
+    change without one: who writes past the lease does not know that there is one.
+    """
     match order.op:
+        case "put" | "cas" | "delete" if order.fence < register.fence:
+            text = (
+                f"the record was changed under lease epoch {register.fence}, this is {order.fence or 'none'}"
+            )
+            return _found(Fenced.code, register, text), register
         case "cas" if not _expected(order, register):
             text = "the record has another version than the one named; read it and decide again"
-            return StrongOutcome(Conflict.code, register.version, register.value, text), register
+            return _found(Conflict.code, register, text), register
         case "put" | "cas" | "delete":
             value = None if order.op == "delete" else order.value
-            if value is None and register.value is None:
+            if value is None and register.value is None and order.fence == register.fence:
                 return _done(register), register  # nothing to delete
-            after = acceptor.changed(register, ballot, value)
-            return StrongOutcome("", after.version, None), after
+            after = acceptor.changed(register, ballot, value, order.fence)
+            return StrongOutcome("", after.version, None, fence=after.fence), after
     return _done(register), register
 
 
@@ -266,7 +276,11 @@ def _reaches_back(register: StrongRegister, ballot: bytes) -> bool:
 
 
 def _done(register: StrongRegister) -> StrongOutcome:
-    return StrongOutcome("", register.version, register.value)
+    return _found("", register)
+
+
+def _found(code: str, register: StrongRegister, text: str = "") -> StrongOutcome:
+    return StrongOutcome(code, register.version, register.value, text, register.fence)
 
 
 def _failed(code: str, text: str) -> StrongOutcome:

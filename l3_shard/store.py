@@ -45,6 +45,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -79,6 +80,8 @@ _ENTRY = struct.Struct("<QQ")
 _VERSION = 1
 _ALIVE = 1
 _REPLICA = b"replica"
+_IN_RECORDS, _IN_INDEX = b"r", b"i"
+"""What an audit is going through; the key after which it goes on follows."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
@@ -146,6 +149,19 @@ def _checksum(flags: int, key: bytes, body: bytes) -> int:
 def _free_bytes(directory: Path) -> int:
     at = os.statvfs(directory)
     return at.f_bavail * at.f_frsize
+
+
+@dataclass(slots=True)
+class Audit:
+    """What :meth:`RecordStore.audit` found; see ``l3_shard.storage.Audited``."""
+
+    looked_count: int = 0
+    looked_bytes: int = 0
+    total_count: int = 0
+    damaged: list[bytes] = field(default_factory=list)
+    lost: list[bytes] = field(default_factory=list)
+    misfiled: list[bytes] = field(default_factory=list)
+    resume: bytes | None = None
 
 
 class RecordStore:
@@ -293,6 +309,90 @@ class RecordStore:
         """
         with self._reading() as transaction, transaction.cursor(db=self._index) as cursor:
             return [tuple(_entries(cursor, leaf.to_bytes(2, "big"))) for leaf in leaves]
+
+    def sweep(self, first: int, records: int) -> tuple[list[tuple[int, tuple[Entry, ...]]], int | None]:
+        """The leaves from ``first`` on that have records, whole, until there are ``records`` of them, and
+        the leaf to go on with (``None`` = there are no more).
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        leaves: list[tuple[int, tuple[Entry, ...]]] = []
+        count = 0
+        with self._reading() as transaction, transaction.cursor(db=self._index) as cursor:
+            found = cursor.set_range(first.to_bytes(2, "big"))
+            while found:
+                leaf = bytes(cursor.key()[:2])
+                number = int.from_bytes(leaf, "big")
+                if count >= records:
+                    return leaves, number
+                entries = tuple(_entries_here(cursor, leaf))
+                leaves.append((number, entries))
+                count += len(entries)
+                found = bool(cursor.key())
+        return leaves, None
+
+    def audit(self, resume: bytes, records: int, size_bytes: int) -> Audit:
+        """Verify the next stored records: bytes against their checksum, then against the index; and after
+        the last of them the index against the records.
+
+        What is looked at is what a reader would be given now: bytes that the operating system still has in
+        memory are not read from the device again.
+
+        Args:
+            resume: empty = from the beginning, else where the pass had stopped.
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        with self._reading() as transaction:
+            if resume.startswith(_IN_INDEX):
+                audit = self._audit_index(transaction, resume[1:], records)
+            else:
+                audit = self._audit_records(transaction, resume[1:], records, size_bytes)
+            index_count = 0 if self._database == "strong" else transaction.stat(self._index)["entries"]
+            audit.total_count = int(transaction.stat(self._records)["entries"] + index_count)
+        self.damaged_count += len(audit.damaged)
+        return audit
+
+    def _audit_records(
+        self, transaction: lmdb.Transaction, after: bytes, records: int, size_bytes: int
+    ) -> Audit:
+        audit = Audit()
+        with transaction.cursor(db=self._records) as cursor:
+            found = _after(cursor, after)
+            while found and audit.looked_count < records and audit.looked_bytes < size_bytes:
+                after, value = bytes(cursor.key()), bytes(cursor.value())
+                audit.looked_count += 1
+                audit.looked_bytes += len(value)
+                try:
+                    state = decode_value(after, value, self._database)
+                except (Corrupt, msgspec.DecodeError):
+                    audit.damaged.append(after)
+                else:
+                    entry = transaction.get(_index_key(after), db=self._index)
+                    if (None if entry is None else bytes(entry)) != _entry(after, state, value[_HEAD.size :]):
+                        audit.misfiled.append(after)
+                found = cursor.next()
+        if found:
+            audit.resume = _IN_RECORDS + after
+        elif self._database != "strong":
+            audit.resume = _IN_INDEX
+        return audit
+
+    def _audit_index(self, transaction: lmdb.Transaction, after: bytes, records: int) -> Audit:
+        """An entry without its record: the record was lost in a way that no checksum shows."""
+        audit = Audit()
+        with transaction.cursor(db=self._index) as cursor:
+            found = _after(cursor, after)
+            while found and audit.looked_count < records:
+                after = bytes(cursor.key())
+                audit.looked_count += 1
+                if transaction.get(after[2:], db=self._records) is None:
+                    audit.lost.append(after[2:])
+                found = cursor.next()
+        audit.resume = _IN_INDEX + after if found else None
+        return audit
 
     def notes(self) -> Mapping[bytes, bytes]:
         """All notes that were written.
@@ -479,8 +579,13 @@ def _row(key: bytes, state: State) -> _Row:
     if not state.context:
         return _Row(key, None, _index_key(key), None)
     body = msgspec.msgpack.encode(state)
-    entry = _ENTRY.pack(encoded_digest(key, body), dead_since(state))
-    return _Row(key, _encoded(key, state, body), _index_key(key), entry)
+    return _Row(key, _encoded(key, state, body), _index_key(key), _entry(key, state, body))
+
+
+def _entry(key: bytes, state: State, body: bytes) -> bytes | None:
+    if isinstance(state, StrongState):
+        return None
+    return _ENTRY.pack(encoded_digest(key, body), dead_since(state))
 
 
 def _index_key(key: bytes) -> bytes:
@@ -494,8 +599,22 @@ def _put(transaction: lmdb.Transaction, database: Any, key: bytes, value: bytes 
         transaction.put(key, value, db=database)
 
 
+def _after(cursor: lmdb.Cursor, key: bytes) -> bool:
+    """Move to the first entry above ``key``; empty = the very first."""
+    if not key:
+        return bool(cursor.first())
+    found = cursor.set_range(key)
+    return bool(cursor.next() if found and bytes(cursor.key()) == key else found)
+
+
 def _entries(cursor: lmdb.Cursor, leaf: bytes) -> Iterator[Entry]:
-    found = cursor.set_range(leaf)
+    if cursor.set_range(leaf):
+        yield from _entries_here(cursor, leaf)
+
+
+def _entries_here(cursor: lmdb.Cursor, leaf: bytes) -> Iterator[Entry]:
+    """From where the cursor stands to the end of ``leaf``; it then stands behind, or nowhere."""
+    found = True
     while found:
         key = bytes(cursor.key())
         if not key.startswith(leaf):

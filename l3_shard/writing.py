@@ -23,6 +23,8 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    RecordFate,
+    RecordFates,
     RecordReplicate,
     RecordState,
     RecordVersion,
@@ -50,6 +52,12 @@ class Draft:
     """The replicas beside this one."""
     need: int
     """Acknowledgements that make it done, this shard's own included."""
+    delta: bytes | None = None
+    """Instead of a value, where siblings are resolved."""
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.value or b"") + len(self.delta or b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +127,7 @@ class Writing:
         Raises:
             Refused: the shard is busy.
         """
-        request = self._desk.open(origin, len(drafts), sum(len(draft.value or b"") for draft in drafts))
+        request = self._desk.open(origin, len(drafts), sum(draft.held_bytes for draft in drafts))
         put = _Put(request, epoch, open_count=len(drafts))
         put.writes = [_Write(self, put, draft) for draft in drafts]
         request.expire = partial(self._expire, put)
@@ -219,24 +227,21 @@ class Writing:
                 self.decide(write, OutcomeUnknown(text))
 
     def _finish(self, put: _Put) -> None:
-        errors = [write.error for write in put.writes if write.error is not None]
-        if errors:
-            error = self._verdict(put, errors)
-            self.unknown_count += isinstance(error, OutcomeUnknown)
-            self._desk.close(put.request, error)
+        errors = [write.error for write in put.writes]
+        self.unknown_count += any(isinstance(error, OutcomeUnknown) for error in errors)
+        if not any(errors):
+            answer: Message = RecordVersions([_version(write) for write in put.writes])
+        elif len(errors) == 1 and errors[0] is not None:
+            answer = Failure(errors[0].code, errors[0].message, errors[0].detail)
         else:
-            self._desk.close(put.request, RecordVersions([_version(write) for write in put.writes]))
+            answer = RecordFates([_fate(write) for write in put.writes])
+        self._desk.close(put.request, answer)
 
-    @staticmethod
-    def _verdict(put: _Put, errors: list[KVCommError]) -> KVCommError:
-        """One error for the batch.  It must not say "nothing was changed" when a part of the batch was."""
-        unknown = [error for error in errors if isinstance(error, OutcomeUnknown)]
-        error = unknown[0] if unknown else errors[0]
-        applied_count = sum(write.error is None for write in put.writes)
-        if not applied_count or unknown:
-            return error
-        text = f"{error.message} ({applied_count} of {len(put.writes)} writes of this batch were done)"
-        return OutcomeUnknown(text) if isinstance(error, Unavailable) else type(error)(text, error.detail)
+
+def _fate(write: _Write) -> RecordFate:
+    if write.error is None:
+        return RecordFate(_version(write))
+    return RecordFate(None, write.error.code, write.error.message)
 
 
 def _version(write: _Write) -> RecordVersion:
