@@ -239,6 +239,8 @@ class _Judge:
                     yield Violation("sessions", f"{what} without {sorted(missing)}, seen before")
                 _raise(before, seen.context)
             for write, stored in zip(operation.invoked.writes, returned.stored, strict=False):
+                if stored is None:
+                    continue  # this write of the batch was not done
                 before = seen_by.setdefault((client, write.key), {})
                 _raise(before, stored.context)
                 _raise(before, {stored.replica: stored.counter})
