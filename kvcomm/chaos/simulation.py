@@ -141,7 +141,7 @@ def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
 
 def _replica(state: RecordState) -> Replica:
     held = {
-        (sibling.replica, sibling.counter): None if sibling.value is None else sibling.value.decode()
+        (sibling.replica, sibling.counter): None if sibling.value is None else sibling.value.decode("latin-1")
         for sibling in state.siblings
     }
     return Replica(dict(state.context), held)
