@@ -164,6 +164,7 @@ def shipped_strong_disk(
     import msgspec
 
     from kvcomm.errors import Corrupt
+    from l3_shard.acceptor import EMPTY
     from l3_shard.envelope import decode_value, encode_value
     from l3_shard.replica import later
 
@@ -177,7 +178,7 @@ def shipped_strong_disk(
         "always",
         encode=encode_value,
         decode=decode,
-        removes=lambda state: False,
+        removes=lambda state: state == EMPTY,
         entry=None,
         damage=(Corrupt, msgspec.DecodeError),
         later=later,
