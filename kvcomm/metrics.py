@@ -257,6 +257,16 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Requests that were answered with a newer ring map; each was sent once more by the new map.",
     ),
     Definition(
+        "kvcomm_hedged_requests_total", "counter", _CLIENT,
+        "Requests for blocks of which another owner was asked too, because the first one took longer than "
+        "usual. At most a tenth of all.",
+    ),
+    Definition(
+        "kvcomm_lagging_copies_total", "counter", _CLIENT,
+        "Copies that an owner had not taken when the put was done with another owner's. It gets them in the "
+        "background.",
+    ),
+    Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
         "Reads of the host's pool that got a copy where a view was wanted: the pin budget is used up, or no "
         "hazard slot is free.",
