@@ -164,7 +164,7 @@ def test_a_rule_refuses_and_the_old_value_stays() -> None:
     assert lone.shown(COUNTER, NAME) == 10
 
 
-def test_a_batch_of_which_a_part_was_rejected_says_that_the_rest_was_done() -> None:
+def test_a_batch_of_which_a_part_was_rejected_says_which() -> None:
     lone = Lone(Rule("max/*/*", max=10))
     answer = lone.send(delta(MAXIMUM, 99, b"max/a/b"), delta(COUNTER, 1))
     assert isinstance(answer, RecordFates)
