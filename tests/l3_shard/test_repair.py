@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
@@ -465,14 +464,23 @@ class Metered(Cluster):
     said_bytes = 0
     swept_leaves = 512
 
-    def _request(self, node: str, message: Message, tenant: bytes, then: Any, **how: Any) -> None:
+    def _request(
+        self,
+        node: str,
+        message: Message,
+        tenant: bytes,
+        then: Callable[[Message], None],
+        timeout_s: float,
+        reliable: bool,
+        asker: str = "",
+    ) -> None:
         self.said_bytes += len(msgspec.msgpack.encode(message))
 
         def answered(answer: Message) -> None:
             self.said_bytes += len(msgspec.msgpack.encode(answer))
             then(answer)
 
-        super()._request(node, message, tenant, answered, **how)
+        super()._request(node, message, tenant, answered, timeout_s, reliable, asker)
 
 
 def traffic(record_count: int, different_count: int) -> int:
