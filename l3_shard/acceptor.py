@@ -24,11 +24,11 @@ from itertools import pairwise
 
 from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import StrongRegister, StrongState
-from l3_shard.ballot import NO_BALLOT, Ballot
+from l3_shard.ballot import NO_BALLOT, counter_of, round_of
 
 VERSIONS_MAX = 8
-"""Versions that a register remembers: a proposer that lost an answer finds out whether its change took effect
-as long as not more than so many others came after it."""
+"""Versions that a register remembers, one a round: a proposer that lost an answer finds out whether its
+changes took effect as long as not more than so many other rounds came after it."""
 
 NOTHING = StrongRegister([], None)
 EMPTY = StrongState(NO_BALLOT, NO_BALLOT, NOTHING, True)
@@ -68,7 +68,7 @@ def learn(state: StrongState, other: StrongState) -> StrongState:
 
 
 def changed(register: StrongRegister, version: bytes, value: bytes | None) -> StrongRegister:
-    """The register after the change that is called ``version``."""
+    """The register after the round whose last change is called ``version``."""
     return StrongRegister([*register.versions, version][-VERSIONS_MAX:], value)
 
 
@@ -79,11 +79,13 @@ def checked(state: StrongState) -> StrongState:
         Corrupt: no sequence of votes leads to it.
     """
     versions = state.register.versions
-    for code in (state.promised, state.accepted, *versions):
+    for code in (state.promised, state.accepted):
         if code != NO_BALLOT:
-            Ballot.from_code(code)
-    ordered = all(older < newer for older, newer in pairwise(versions))
-    if not ordered or len(versions) > VERSIONS_MAX or state.register.version > state.accepted:
+            counter_of(code)
+    rounds = [round_of(version) for version in versions]
+    ordered = all(older < newer for older, newer in pairwise(rounds))
+    newest = rounds[-1] if rounds else NO_BALLOT
+    if not ordered or len(versions) > VERSIONS_MAX or newest > state.accepted or NO_BALLOT in rounds:
         raise Corrupt("not an acceptor's state: its versions are out of order or above what was accepted")
     if state.accepted > state.promised or (state.register.value is not None and not versions):
         raise Corrupt(

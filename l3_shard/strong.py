@@ -111,7 +111,7 @@ class Strong:
             draw=identity.draw,
             quorum=self._quorum,
             epoch=lambda: ring().epoch,
-            refused=refused,
+            refused=lambda node, answer: refused(answer),
         )
 
     # -- requests, checked and with stored keys

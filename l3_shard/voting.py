@@ -23,7 +23,7 @@ from kvcomm.wire.messages import (
     StrongState,
 )
 from l3_shard import acceptor
-from l3_shard.ballot import NO_BALLOT, Ballot
+from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.lines import Lines, Local
 
 Then = Callable[[Message], None]
@@ -111,9 +111,9 @@ def check(message: StrongPrepare | StrongAccept) -> None:
     if isinstance(message, StrongAccept):
         promised = max(message.ballot, message.following)
         acceptor.checked(StrongState(promised, message.ballot, message.register, True))
-        Ballot.from_code(message.ballot)
+        counter_of(message.ballot)
     elif message.ballot != NO_BALLOT:
-        Ballot.from_code(message.ballot)
+        counter_of(message.ballot)
 
 
 def _failure(error: KVCommError) -> Failure:

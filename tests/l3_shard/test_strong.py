@@ -207,6 +207,23 @@ def test_a_read_writes_nothing_and_needs_no_disk():
     assert before == {name: disk.states for name, disk in world.strong.items()}
 
 
+def test_changes_that_wait_for_one_record_share_a_round():
+    world = calm()
+    done(world, "a", "put", b"0")
+    world.run()
+    asked: list[Message] = []
+    spy(world, asked)
+    answers = [change(world, "a", "put", b"%d" % number) for number in range(40)]
+    world.run()
+    outcomes = [answer[0] for answer in answers]
+    assert [outcome.code for outcome in outcomes] == [""] * 40
+    versions = [outcome.version for outcome in outcomes]
+    assert len(set(versions)) == 40
+    accepts = [message for message in asked if type(message).__name__ == "StrongAccept"]
+    assert len(accepts) <= 2 * 4, "forty rounds would be eighty messages to the two others"
+    assert done(world, "b", "read").version == max(versions)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_duelling_proposers_make_progress(seed):
     """Forty changes of one record at all nodes at once.  A round takes about 60 ms here and a request has one
