@@ -13,9 +13,10 @@ A state is the highest ballot promised, and the register accepted last with its 
 The caller must have the new state on the disk before it lets anybody hear of the vote: a promise that a crash
 takes back lets two proposers both succeed from one register.
 
-A delete accepts a register without a value, a tombstone.  The state of a deleted record is *kept*: to drop it
-on a majority while one acceptor still holds an older value would bring that value back (section 3.1).  The
-paper's background removal is not done here.
+A delete accepts a register without a value, a tombstone.  To drop it on a majority while one acceptor still
+holds an older value would bring that value back (section 3.1): see ``l3_shard.removing`` for when it may go.
+What stands for all that went is the acceptor's *floor*, a ballot: for a record that it does not have it has
+promised the floor.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ changes took effect as long as not more than so many other rounds came after it.
 NOTHING = StrongRegister([], None)
 EMPTY = StrongState(NO_BALLOT, NO_BALLOT, NOTHING, True)
 """A record that this acceptor has not heard of."""
+
+
+def floored(state: StrongState, floor: bytes) -> StrongState:
+    """What an acceptor with this floor goes by."""
+    return StrongState(floor, NO_BALLOT, NOTHING, True) if state == EMPTY and floor else state
+
+
+def is_tombstone(state: StrongState) -> bool:
+    """Whether the record was deleted, and the acceptor still remembers."""
+    return state.accepted != NO_BALLOT and state.register.value is None
 
 
 def prepare(state: StrongState, ballot: bytes) -> StrongState | None:

@@ -74,6 +74,8 @@ class _Line(Generic[S]):
     readers: list[Reader[S]] = field(default_factory=list)
     waiting: deque[Change[S]] = field(default_factory=deque)
     writing: list[Change[S]] = field(default_factory=list)
+    mending: Change[S] | None = None
+    """The one of those that wait which may write over damaged bytes."""
 
     @property
     def idle(self) -> bool:
@@ -170,8 +172,9 @@ class Lines(Generic[S]):
             reader(line.local)
             self._forget(key, line)
 
-    def change(self, key: bytes, change: Change[S]) -> None:
-        """Queue a change.
+    def change(self, key: bytes, change: Change[S], *, mends: bool = False) -> None:
+        """Queue a change.  One that ``mends`` is applied to the empty state where the record is damaged, and
+        what it makes of it is whole.
 
         Raises:
             Refused: ``changes_max`` changes wait for this record already.
@@ -180,6 +183,8 @@ class Lines(Generic[S]):
         if len(line.waiting) >= self._changes_max:
             raise Refused(f"busy: {len(line.waiting)} changes wait for one record; slow down")
         line.waiting.append(change)
+        if mends:
+            line.mending = change
         if line.local is not None and not line.writing:
             self._to_apply[key] = None
 
@@ -218,7 +223,12 @@ class Lines(Generic[S]):
         for key in keys:
             line = self._lines[key]
             changes, line.writing = line.writing, []
+            mended = line.mending is not None and line.mending in changes
+            if mended:
+                line.mending = None
             if event.outcome == "durable":
+                if mended:
+                    self._damaged.discard(key)
                 line.local = Local(line.written, key in self._damaged)
             for change in changes:
                 if event.outcome == "durable":
@@ -280,7 +290,14 @@ class Lines(Generic[S]):
         """Apply what waits; whether there is something to persist."""
         assert line.local is not None
         changes, line.waiting = line.waiting, deque()
-        if line.local.failure or (line.local.damaged and not self._mends):
+        blocked = line.local.damaged and not self._mends
+        if blocked and line.mending is not None and not line.local.failure:
+            others = [change for change in changes if change is not line.mending]
+            changes = deque([line.mending])
+            for change in others:
+                change.failed(Unavailable("nothing was written, the record is being mended"))
+        elif line.local.failure or blocked:
+            line.mending = None
             why = line.local.failure or "the record's bytes failed verification"
             for change in changes:
                 change.failed(Unavailable(f"nothing was written, the disk cannot be read: {why}"))
@@ -294,6 +311,7 @@ class Lines(Generic[S]):
             else:
                 accepted.append(change)
         if not accepted or (state == line.local.state and not line.local.damaged):
+            line.mending = None
             for change in accepted:
                 change.durable(state)
             return False

@@ -531,7 +531,7 @@ class StrongSettling(Message, frozen=True):
     settled: RingMap
     pending: Many[RingMap]
     floor: bytes
-    scanned: Many[int]
+    confirmed: Many[int]
     """Epochs of the configuration under which it has confirmed all its records, if it has."""
     entries: Entries
 

@@ -308,31 +308,6 @@ def test_a_damaged_state_is_no_vote():
     assert done(world, "b", "read").value == b"1", "it may still ask the others"
 
 
-def test_new_owners_share_every_quorum_with_the_old_ones():
-    world = calm("abcd")
-    key_owners = world.shards["a"].ring.replicas(b"k")
-    world.join("e", ring_map("abcde", epoch=2, replicas=5, write=1))
-    world.settle()
-    assert done(world, key_owners[0], "put", b"1").code == ""
-    for node in key_owners[:2]:  # three of five stay, of the old owners only one
-        world.isolate(node)
-    assert done(world, key_owners[2], "read").code == "unavailable"
-    world.cuts.clear()
-    assert done(world, "e", "read").value == b"1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_histories_stay_linearizable_while_owners_come(seed):
-    world, draw = faulty(seed, lossy=False)
-    history = play(seed, world, ops=16)
-    names = world.names
-    world.after(1.0, lambda: world.join("f", ring_map(names + "f", epoch=2, replicas=len(names), write=1)))
-    world.after(2.0, lambda: world.lose(draw.choice(names)))
-    world.run()
-    history.check()
-
-
 def test_a_change_whose_proposer_was_overtaken_is_not_made_twice():
     """Accepted at its own node only; others go on; then it finds out what became of it."""
     for seed in range(20):
