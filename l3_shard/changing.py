@@ -212,6 +212,10 @@ class Changing:
         self._promises.clear()
         self._promise_bytes = 0
 
+    def forget_promise(self, key: bytes) -> None:
+        """Somebody has deleted the record."""
+        self._take_promise(key)
+
     def wake(self) -> None:
         """Begin the rounds whose wait is over."""
         while self._starting:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heappop, heappush
 from math import isinf
 
 from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
@@ -128,8 +129,10 @@ class Removing:
         self._voting, self._confirm = voting, confirm
         self._node, self._quorum, self._epoch, self._refused = node, quorum, epoch, refused
         self._age_s = age_s
-        self._noticed: dict[bytes, float] = {}
-        """Deleted records, and when they may be looked at; in that order."""
+        self._noticed: set[bytes] = set()
+        """Deleted records to be looked at."""
+        self._due: list[tuple[float, bytes]] = []
+        """When; a heap."""
         self._open_count = 0
         """Questions of the batch under way."""
         self._next_at = 0.0
@@ -138,14 +141,17 @@ class Removing:
         self._sweep: Ticket | None = None
 
     def deleted(self, key: bytes) -> None:
-        """This acceptor has accepted the record's deletion."""
-        if self._is_ours(key) and key not in self._noticed:
-            self._later(key)
-
-    def _is_ours(self, key: bytes) -> bool:
-        """The first owner by the settled map sees to a record; a sweep sees to what it missed."""
+        """This acceptor has accepted the record's deletion.  The first of the owners sees to it, the others
+        a while later, if it is still there."""
         known = self._membership.configuration
-        return known is not None and known.settled.replicas(key[TENANT_BYTES:])[:1] == (self._node,)
+        owners = () if known is None else known.settled.replicas(key[TENANT_BYTES:])
+        rank = owners.index(self._node) if self._node in owners else len(owners)
+        self._notice(key, self._age_s * (1 + rank / 2))
+
+    def _notice(self, key: bytes, wait_s: float) -> None:
+        if key not in self._noticed and len(self._noticed) < NOTICED_MAX and not isinf(self._age_s):
+            self._noticed.add(key)
+            heappush(self._due, (self._desk.now + wait_s, key))
 
     def wake(self) -> None:
         """Do what is due."""
@@ -165,36 +171,45 @@ class Removing:
         if not self._membership.votes or self._sweep_at is None:
             return None
         waits = [] if self._sweep is not None else [self._sweep_at]
-        if self._noticed and not self._open_count:
-            waits.append(max(self._next_at, next(iter(self._noticed.values()))))
+        if self._due and not self._open_count:
+            waits.append(max(self._next_at, self._due[0][0]))
         return max(self._desk.now, min(waits)) if waits else None
 
     # -- a batch
 
     def _begin(self) -> None:
-        now, due = self._desk.now, list[bytes]()
-        for key, at in self._noticed.items():
-            if at > now or len(due) == BATCH_RECORDS:
-                break
-            due.append(key)
-        if not due:
+        """What is still deleted, as far as we know."""
+        keys: list[bytes] = []
+        while self._due and self._due[0][0] <= self._desk.now and len(keys) < BATCH_RECORDS:
+            keys.append(heappop(self._due)[1])
+        if not keys:
             return
-        self._next_at = now + BATCH_INTERVAL_S
-        cases = []
-        for key in due:
-            del self._noticed[key]
+        self._noticed.difference_update(keys)
+        self._next_at = self._desk.now + BATCH_INTERVAL_S
+        cases: list[_Case] = []
+        self._open_count = 1 + len(keys)
+        for key in keys:
+            self._lines.read(key, partial(self._looked, key, cases))
+        self._read_all(cases)
+
+    def _looked(self, key: bytes, cases: list[_Case], local: Local[StrongState]) -> None:
+        if not local.damaged and not local.failure and acceptor.is_tombstone(local.state):
             try:
                 cases.append(_Case(key, self._quorum(key)))
             except KVCommError:
-                self._later(key)
+                self._notice(key, self._age_s)
+        self._read_all(cases)
+
+    def _read_all(self, cases: list[_Case]) -> None:
+        self._open_count -= 1
+        if not self._open_count:
+            self._ask_all(cases)
+
+    def _ask_all(self, cases: list[_Case]) -> None:
         self._open_count = 1 + sum(len(case.quorum.nodes) for case in cases)
         for case in cases:
             self._ask(case, partial(self._count_down, cases))
         self._count_down(cases)
-
-    def _later(self, key: bytes) -> None:
-        if len(self._noticed) < NOTICED_MAX:
-            self._noticed[key] = self._desk.now + self._age_s
 
     def _ask(self, case: _Case, over: Callable[[], None]) -> None:
         message = StrongPrepare(self._epoch(), case.key, NO_BALLOT, list(case.quorum.maps))
@@ -228,10 +243,10 @@ class Removing:
                 case "remove":
                     ready.append(case)
                 case "confirm":
-                    self._later(case.key)
+                    self._notice(case.key, self._age_s)
                     self._bring_up(case.key)
                 case "later":
-                    self._later(case.key)
+                    self._notice(case.key, self._age_s)
         by_owners: dict[Quorum, list[_Case]] = {}
         for case in ready:
             by_owners.setdefault(case.quorum, []).append(case)
@@ -256,7 +271,7 @@ class Removing:
                 self._desk.ask(node, message, partial(self._removed, node))
 
     def _removed(self, node: str, answer: Message) -> None:
-        """An owner that did not hear of it keeps its tombstone; ours is gone, so it sees to that itself."""
+        """An owner that did not hear of it keeps its tombstone, and sees to that itself."""
         if isinstance(answer, Failure):
             self._refused(node, answer)
 
@@ -336,13 +351,13 @@ class Removing:
 
     def _look(self, key: bytes, local: Local[StrongState]) -> None:
         if not local.damaged and not local.failure and acceptor.is_tombstone(local.state):
-            self._noticed.setdefault(key, self._desk.now)
+            self._notice(key, 0.0)
 
     # -- looking inside
 
     def story(self) -> str:
         """What waits, for a person."""
-        return f"{len(self._noticed)} deleted records wait, {self.removed_count} were removed"
+        return f"{len(self._due)} deleted records wait, {self.removed_count} were removed"
 
 
 def verdict(case: _Case) -> str:

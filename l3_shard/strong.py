@@ -226,6 +226,8 @@ class Strong:
         self._changing.forget_promises()
 
     def _deleted(self, key: bytes) -> None:
+        """Whatever promise we have was given before, and is overtaken."""
+        self._changing.forget_promise(key)
         self._removing.deleted(key)
 
     def _heard_no(self, node: str, answer: Message) -> None:
