@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from kvcomm.aioleasing import AsyncLease
+from kvcomm.aiomerging import AsyncCounter, AsyncElementSet, AsyncExtreme, AsyncFieldMap, AsyncRegister
 from kvcomm.block import ROOT_LINEAGE, Buffer
-from kvcomm.client import DEADLINE_S, deadline_after
+from kvcomm.deadline import DEADLINE_S, deadline_after
+from kvcomm.lease import TTL_S
+from kvcomm.leasing import Fence, epoch_of
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
+from kvcomm.resolvers import table
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
@@ -102,9 +107,37 @@ class AsyncClient:
         """See ``Client.state``."""
         return AsyncState(self, self._operations, name)
 
+    def counter(self, name: str) -> AsyncCounter:
+        """See ``Client.counter``."""
+        return AsyncCounter(self, self._operations, table.COUNTER, name)
+
+    def set(self, name: str) -> AsyncElementSet:
+        """See ``Client.set``."""
+        return AsyncElementSet(self, self._operations, table.SET, name)
+
+    def map(self, name: str) -> AsyncFieldMap:
+        """See ``Client.map``."""
+        return AsyncFieldMap(self, self._operations, table.MAP, name)
+
+    def maximum(self, name: str) -> AsyncExtreme:
+        """See ``Client.maximum``."""
+        return AsyncExtreme(self, self._operations, table.MAXIMUM, name)
+
+    def minimum(self, name: str) -> AsyncExtreme:
+        """See ``Client.minimum``."""
+        return AsyncExtreme(self, self._operations, table.MINIMUM, name)
+
+    def register(self, name: str) -> AsyncRegister:
+        """See ``Client.register``."""
+        return AsyncRegister(self, self._operations, table.REGISTER, name)
+
     def strong(self, name: str) -> AsyncStrong:
         """See ``Client.strong``."""
         return AsyncStrong(self, self._operations, name)
+
+    def lease(self, name: str, ttl_s: float = TTL_S) -> AsyncLease:
+        """See ``Client.lease``."""
+        return AsyncLease(self._operations.leases(), name, ttl_s, self.run)
 
     async def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """See ``Client.names``."""
@@ -208,7 +241,7 @@ class AsyncState:
     async def put_many(
         self, items: Mapping[str, bytes], *, context: Dots | None = None, deadline_s: float = DEADLINE_S
     ) -> dict[str, Dots]:
-        """See ``State.put_many``."""
+        """See ``State.put_many``, also for ``PartlyDone`` and its ``outcomes``."""
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, await self._client.run(steps, deadline_s), strict=True))
 
@@ -234,15 +267,25 @@ class AsyncStrong:
         """See ``Strong.read``."""
         return await self._client.run(self._operations.strong_read(self.name, key), deadline_s)
 
-    async def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    async def put(
+        self, key: str, value: bytes, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """See ``Strong.put``."""
-        return await self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+        epoch = epoch_of(fence)
+        return await self._client.run(self._operations.strong_put(self.name, key, value, epoch), deadline_s)
 
     async def compare_and_set(
-        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+        self,
+        key: str,
+        expected_version: bytes,
+        value: bytes | None,
+        *,
+        fence: Fence | int | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """See ``Strong.compare_and_set``."""
-        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        epoch = epoch_of(fence)
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value, epoch)
         return await self._client.run(steps, deadline_s)
 
     async def change(
@@ -250,11 +293,16 @@ class AsyncStrong:
         key: str,
         function: Callable[[bytes | None], bytes | None],
         *,
+        fence: Fence | int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """See ``Strong.change``."""
-        return await self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+        steps = self._operations.strong_change(self.name, key, function, epoch_of(fence))
+        return await self._client.run(steps, deadline_s)
 
-    async def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    async def delete(
+        self, key: str, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """See ``Strong.delete``."""
-        return await self._client.run(self._operations.strong_delete(self.name, key), deadline_s)
+        steps = self._operations.strong_delete(self.name, key, epoch_of(fence))
+        return await self._client.run(steps, deadline_s)

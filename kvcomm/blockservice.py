@@ -4,15 +4,18 @@ The pool serves it alone; the shard hands its block messages on to it.  Copies g
 socket and from the socket into the region without a stop: a get sends leased views and releases them when
 their bytes have left, a put reserves extents when its message arrives, receives into them, verifies and
 publishes.
+
+Where there is a :class:`Depot` beneath the store, what only that has counts as present, and a get of it is
+answered when it has been read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockKey
-from kvcomm.blockstore import BlockStore, Lease
+from kvcomm.blockstore import ANY_TENANT, BlockStore, Depot, Lease
 from kvcomm.errors import Refused, TooLarge
 from kvcomm.machine import ConnectionId, Origin
 from kvcomm.serve import ReplyFunction
@@ -35,6 +38,7 @@ from kvcomm.wire.messages import (
     BlockStored,
     BlockSuspect,
     Done,
+    Failure,
     Grant,
     Message,
     PinOpen,
@@ -67,17 +71,24 @@ class BlockService:
         *,
         region: Callable[[bytes], str] = no_region,
         epoch: Callable[[], int] = lambda: 0,
+        depot: Depot | None = None,
+        cluster: bytes | None = None,
     ) -> None:
         """
         Args:
             clock: monotonic seconds, the one that ``store.tick`` is driven by.
             region: path of the shared-memory region for a tenant's digest, or "".
             epoch: the ring epoch that a welcome names.
+            depot: beneath the store.
+            cluster: tenant digest of the cluster's own nodes, who copy the blocks of every tenant; what they
+                read is no use of a block.
         """
         self._store = store
         self._clock = clock
         self._region = region
         self._epoch = epoch
+        self._depot = depot
+        self._cluster = cluster
         self.grant_counts: dict[str, int] = {}
         """Reservations asked for since start, by the answer."""
         # Puts whose payload is being received.
@@ -134,13 +145,32 @@ class BlockService:
         self._store.release_holder(connection)
 
     def _get(self, origin: Origin, message: BlockGet, reply: ReplyFunction) -> None:
-        leases = _Leases()
-        for key in _checked_keys(message.keys):
-            leases.add(self._store.lease(key, origin.tenant))
-        if leases.copies_bytes > BATCH_BYTES_MAX:
-            leases.release()
-            raise TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
-        reply(BlockCopies(leases.sizes), leases.copies, leases.release)
+        """What the store has is leased before the depot is asked: reading from that may evict it."""
+        keys, tenant = _checked_keys(message.keys), self._tenant(origin)
+        use = origin.tenant != self._cluster
+        leases = [self._store.lease(key, tenant, use=use) for key in keys]
+        below: list[BlockKey] = []
+        if self._depot is not None:
+            missing = [key for key, lease in zip(keys, leases, strict=True) if lease is None]
+            present = self._depot.present(missing, tenant)
+            below = [key for key, there in zip(missing, present, strict=True) if there]
+        if self._depot is None or not below:
+            _send(keys, leases, {}, reply)
+        else:
+            self._depot.recall(below, tenant, lambda recalled: _send(keys, leases, recalled, reply))
+
+    def _tenant(self, origin: Origin) -> bytes:
+        """Whose blocks the caller may see."""
+        return ANY_TENANT if origin.tenant == self._cluster else origin.tenant
+
+    def _only_below(self, keys: Sequence[BlockKey], tenant: bytes) -> list[BlockKey]:
+        """What the depot has and the store has not."""
+        if self._depot is None:
+            return []
+        above = self._store.present(keys, tenant)
+        missing = [key for key, present in zip(keys, above, strict=True) if not present]
+        below = self._depot.present(missing, tenant)
+        return [key for key, present in zip(missing, below, strict=True) if present]
 
     def _put(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockPut)
@@ -150,6 +180,9 @@ class BlockService:
         tokens = [grant.token for grant in grants if grant.status == "granted"]
         outcomes = iter(self._store.publish(tokens, origin.connection, self._clock(), verify=True))
         statuses = [next(outcomes) if grant.status == "granted" else grant.status for grant in grants]
+        if self._depot is not None:
+            wants = zip(message.wants, statuses, strict=True)
+            self._depot.stored([BlockKey(want.key) for want, status in wants if status == "published"])
         return BlockStored(["stored" if status == "published" else status for status in statuses])
 
     def _reserve(self, origin: Origin, message: Message) -> Message:
@@ -159,7 +192,11 @@ class BlockService:
         return BlockReserved(self._grant(origin, wants))
 
     def _grant(self, origin: Origin, wants: list[Want]) -> list[Grant]:
-        grants = self._store.reserve(wants, origin.connection, origin.tenant, self._clock())
+        """First copy wins, also where only the depot has it."""
+        below = frozenset(self._only_below([BlockKey(want.key) for want in wants], origin.tenant))
+        lacking = [want for want in wants if want.key not in below]
+        granted = iter(self._store.reserve(lacking, origin.connection, origin.tenant, self._clock()))
+        grants = [Grant("present") if want.key in below else next(granted) for want in wants]
         for grant in grants:
             self.grant_counts[grant.status] = self.grant_counts.get(grant.status, 0) + 1
         return grants
@@ -176,11 +213,19 @@ class BlockService:
 
     def _lookup(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockLookup)
-        return BlockPresence(bytes(self._store.present(_checked_keys(message.keys), origin.tenant)))
+        keys, tenant = _checked_keys(message.keys), self._tenant(origin)
+        present = self._store.present(keys, tenant)
+        if self._depot is not None:
+            below = self._depot.present(keys, tenant)
+            present = [here or there for here, there in zip(present, below, strict=True)]
+        return BlockPresence(bytes(present))
 
     def _suspect(self, origin: Origin, message: Message) -> Message:
         assert isinstance(message, BlockSuspect)
-        self._store.quarantine(_checked_keys(message.keys, SUSPECTS_MAX), origin.tenant)
+        keys = _checked_keys(message.keys, SUSPECTS_MAX)
+        self._store.quarantine(keys, self._tenant(origin))
+        if self._depot is not None:
+            self._depot.quarantine(keys, self._tenant(origin))
         return Done()
 
     def _list(self, origin: Origin, message: Message) -> Message:
@@ -200,28 +245,29 @@ class BlockService:
             raise Refused("this server's memory is not shared with this tenant; put blocks with BlockPut")
 
 
-class _Leases:
-    """The copies of one get, released together."""
+def _send(
+    keys: Sequence[BlockKey],
+    leases: Sequence[Lease | None],
+    recalled: Mapping[BlockKey, memoryview],
+    reply: ReplyFunction,
+) -> None:
+    """Answer a get: leased copies, and for the rest recalled ones, which have memory of their own."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.copies: list[memoryview] = []
-        self.copies_bytes = 0
-        self._held: list[Lease] = []
+    def release() -> None:
+        for lease in leases:
+            if lease is not None:
+                lease.release()
 
-    def add(self, lease: Lease | None) -> None:
-        if lease is None:
-            self.sizes.append(0)
-            return
-        self._held.append(lease)
-        self.copies.append(lease.copy)
-        self.sizes.append(lease.copy.nbytes)
-        self.copies_bytes += lease.copy.nbytes
-
-    def release(self) -> None:
-        self.copies.clear()
-        for lease in self._held:
-            lease.release()
+    found = [
+        recalled.get(key) if lease is None else lease.copy for key, lease in zip(keys, leases, strict=True)
+    ]
+    copies = [copy for copy in found if copy is not None]
+    if sum(copy.nbytes for copy in copies) > BATCH_BYTES_MAX:
+        release()
+        error = TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
+        reply(Failure(error.code, error.message))
+    else:
+        reply(BlockCopies([0 if copy is None else copy.nbytes for copy in found]), copies, release)
 
 
 def _checked_count(items: list[T], count_max: int = KEYS_MAX) -> list[T]:

@@ -1,14 +1,15 @@
 """``BlockStore``: the port between a process that serves blocks over a wire and the region that holds them.
 
 ``l2_rdma.owner`` implements it.  The pool process and the shard process both serve from one, put in by the
-composition root, so that the tiers do not import each other.
+composition root, so that the tiers do not import each other.  ``Depot`` is the port of a larger and slower
+store beneath it (``l3_shard.disk``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvcomm.block import BlockKey
 from kvcomm.wire.messages import BlockItem, Grant, Want
@@ -30,6 +31,42 @@ class StoreUsage:
     """Slots taken out because their bytes failed verification, since start."""
 
 
+DepotState = Literal["opening", "on", "full", "stalled", "off"]
+"""``opening``: finding out what it holds.  ``full``: the disk has no room, nothing is taken until it has.
+``stalled``: the disk does not answer in time.  ``off``: too many errors, for the rest of this process's
+life."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepotUsage:
+    """What a depot holds now, and what happened since start."""
+
+    state: DepotState
+    capacity_bytes: int
+    used_bytes: int
+    """As the disk counts them: whole file-system blocks."""
+    block_count: int
+    waiting_count: int
+    """Blocks that are still to be written."""
+    written_count: int
+    read_count: int
+    promoted_count: int
+    evicted_count: int
+    dropped_count: int
+    """Blocks that were not written: evicted above before their turn came, or the depot took nothing."""
+    damaged_count: int
+    """Files that failed verification; each was a miss and is gone."""
+    error_count: int
+    """Failed calls to the disk, for want of room included."""
+    busy_count: int
+    """Reads that were misses because the disk had too much to do or was too slow."""
+
+
+ANY_TENANT = b""
+"""As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own
+nodes)."""
+
+
 class Lease(Protocol):
     """A copy that cannot be evicted until it is released."""
 
@@ -48,8 +85,13 @@ class BlockStore(Protocol):
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]: ...
 
-    def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
-        """Hand out extents to write to.  A reservation expires ``reservation_ttl_s`` after ``now``."""
+    def reserve(
+        self, wants: Sequence[Want], holder: int, tenant: bytes, now: float, *, evict: bool = True
+    ) -> list[Grant]:
+        """Hand out extents to write to.  A reservation expires ``reservation_ttl_s`` after ``now``.
+
+        Without ``evict`` only room that nobody uses is handed out, and the reserve of free room stays.
+        """
         ...
 
     def extent(self, token: int) -> memoryview:
@@ -72,8 +114,13 @@ class BlockStore(Protocol):
 
     def abort(self, tokens: Sequence[int], holder: int) -> None: ...
 
-    def lease(self, key: BlockKey, tenant: bytes) -> Lease | None:
-        """A published copy, or ``None``; counts as a use for eviction."""
+    def lease(self, key: BlockKey, tenant: bytes, *, use: bool = True) -> Lease | None:
+        """A published copy, or ``None``; a ``use`` counts for eviction (the cluster's own copying is
+        none)."""
+        ...
+
+    def used(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of these were read lately, as far as eviction knows."""
         ...
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
@@ -101,3 +148,33 @@ class BlockStore(Protocol):
     def usage(self) -> StoreUsage: ...
 
     def check(self) -> None: ...
+
+
+class Depot(Protocol):
+    """A larger and slower store beneath a :class:`BlockStore`.  One event loop owns both."""
+
+    def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]: ...
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """These were published above: take copies, when there is time."""
+        ...
+
+    def recall(
+        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+    ) -> None:
+        """Read copies, each ``header | payload`` and verified; what cannot be had in time is left out.
+
+        ``done`` is called once, later or at once.  Whether a copy also goes into the store above is the
+        depot's affair.
+        """
+        ...
+
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        """Somebody got damaged copies of these: verify ours, drop those that are damaged."""
+        ...
+
+    def listing(self, after: bytes, limit: int) -> list[BlockItem]:
+        """Of every tenant, sorted by key."""
+        ...
+
+    def usage(self) -> DepotUsage: ...

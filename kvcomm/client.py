@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from kvcomm.block import ROOT_LINEAGE, Buffer
+from kvcomm.deadline import DEADLINE_S, deadline_after
+from kvcomm.lease import TTL_S
+from kvcomm.leasing import Fence, Lease, epoch_of
 from kvcomm.manifest import Manifest
+from kvcomm.merging import Counter, ElementSet, Extreme, FieldMap, Register
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Hit, Operations, Published
+from kvcomm.resolvers import table
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
@@ -21,11 +24,6 @@ from kvcomm.tier import Block
 from kvcomm.wire.messages import Dots
 
 T = TypeVar("T")
-
-DEADLINE_S = 5.0
-"""Default bound of every call, seconds."""
-DEADLINE_S_MAX = 86_400.0
-"""No call may wait longer than a day: what is meant as "for ever" hangs an agent instead of telling it."""
 
 
 class Client:
@@ -105,9 +103,42 @@ class Client:
         """The small versioned state called ``name``."""
         return State(self, self._operations, name)
 
+    def counter(self, name: str) -> Counter:
+        """The sums called ``name``: concurrent adds all count."""
+        return Counter(self, self._operations, table.COUNTER, name)
+
+    def set(self, name: str) -> ElementSet:
+        """The sets called ``name``: concurrent adds and removes of elements both take effect."""
+        return ElementSet(self, self._operations, table.SET, name)
+
+    def map(self, name: str) -> FieldMap:
+        """The maps called ``name``: their fields are written independently of each other."""
+        return FieldMap(self, self._operations, table.MAP, name)
+
+    def maximum(self, name: str) -> Extreme:
+        """The largest numbers called ``name``."""
+        return Extreme(self, self._operations, table.MAXIMUM, name)
+
+    def minimum(self, name: str) -> Extreme:
+        """The smallest numbers called ``name``."""
+        return Extreme(self, self._operations, table.MINIMUM, name)
+
+    def register(self, name: str) -> Register:
+        """The values called ``name`` of which the last written is shown; concurrent ones **are lost**."""
+        return Register(self, self._operations, table.REGISTER, name)
+
     def strong(self, name: str) -> Strong:
         """The linearizable values called ``name``."""
         return Strong(self, self._operations, name)
+
+    def lease(self, name: str, ttl_s: float = TTL_S) -> Lease:
+        """The lease called ``name``, not acquired yet.  Each call makes a contender of its own.
+
+        Args:
+            ttl_s: how long it lasts without renewal; short = quickly taken over from a dead process, long =
+                fewer renewals and longer pauses survived.
+        """
+        return Lease(self._operations.leases(), name, ttl_s, self.run)
 
     def names(self, prefix: bytes = b"", *, deadline_s: float = DEADLINE_S) -> list[bytes]:
         """Names of this tenant's records under ``prefix`` (``kvcomm.stateplane.record_name``), sorted."""
@@ -139,13 +170,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def deadline_after(deadline_s: float) -> float:
-    """Absolute monotonic seconds.  Raises ``ValueError`` for a wait that would have no end."""
-    if not (math.isfinite(deadline_s) and 0 <= deadline_s <= DEADLINE_S_MAX):
-        raise ValueError(f"deadline_s must be 0 to {DEADLINE_S_MAX:.0f} seconds, got {deadline_s}")
-    return time.monotonic() + deadline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +250,10 @@ class State:
         """Many keys in one round trip a shard; each key by itself, not a transaction.
 
         ``context`` applies to every item, so it is for one item, or empty: concurrent to all that is there.
+
+        What is raised for several items has ``outcomes``, one a key: ``done`` with its new context,
+        ``not_done`` with the reason, or ``unknown``.  Its class is ``PartlyDone`` if something was or may
+        have been written; any other class says that nothing was.
         """
         steps = self._operations.state_put(self.name, list(items.items()), context)
         return dict(zip(items, self._client.run(steps, deadline_s), strict=True))
@@ -246,6 +274,12 @@ class Strong:
     A change needs a majority of the record's replicas, which have it on their disks before it returns; the
     minority side of a split raises ``Unavailable``.  ``Conflict`` and ``Unavailable`` mean that nothing was
     changed, ``OutcomeUnknown`` that only a read can tell.
+
+    Every change may carry ``fence``, a lease (or its epoch): a record refuses (``Fenced``) what is changed
+    under a smaller epoch than the largest it has seen, so a process whose lease is over cannot write, however
+    late its message comes.  A record that was ever changed under a lease takes no change without one.
+    ``change(key, lambda value: value, fence=lease)`` closes a record to earlier epochs and changes nothing.
+    Fence a record with one lease only: epochs of different leases do not compare.
     """
 
     _client: Client
@@ -256,16 +290,26 @@ class Strong:
         """The value, and its version for :meth:`compare_and_set`."""
         return self._client.run(self._operations.strong_read(self.name, key), deadline_s)
 
-    def put(self, key: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> StrongValue:
+    def put(
+        self, key: str, value: bytes, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
         """Write, whatever was there."""
-        return self._client.run(self._operations.strong_put(self.name, key, value), deadline_s)
+        epoch = epoch_of(fence)
+        return self._client.run(self._operations.strong_put(self.name, key, value, epoch), deadline_s)
 
     def compare_and_set(
-        self, key: str, expected_version: bytes, value: bytes | None, *, deadline_s: float = DEADLINE_S
+        self,
+        key: str,
+        expected_version: bytes,
+        value: bytes | None,
+        *,
+        fence: Fence | int | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """Write (``None``: delete) only if the version is still ``expected_version``; ``b""``: only if there
         is no value.  Raises ``StrongConflict``, whose ``found`` is what was there instead."""
-        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value)
+        epoch = epoch_of(fence)
+        steps = self._operations.strong_compare_and_set(self.name, key, expected_version, value, epoch)
         return self._client.run(steps, deadline_s)
 
     def change(
@@ -273,12 +317,16 @@ class Strong:
         key: str,
         function: Callable[[bytes | None], bytes | None],
         *,
+        fence: Fence | int | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> StrongValue:
         """Replace the value by ``function(value)``.  ``function`` may be called several times and should do
         nothing else."""
-        return self._client.run(self._operations.strong_change(self.name, key, function), deadline_s)
+        steps = self._operations.strong_change(self.name, key, function, epoch_of(fence))
+        return self._client.run(steps, deadline_s)
 
-    def delete(self, key: str, *, deadline_s: float = DEADLINE_S) -> StrongValue:
-        """Delete, whatever was there."""
-        return self._client.run(self._operations.strong_delete(self.name, key), deadline_s)
+    def delete(
+        self, key: str, *, fence: Fence | int | None = None, deadline_s: float = DEADLINE_S
+    ) -> StrongValue:
+        """Delete, whatever was there; the record still knows its fence."""
+        return self._client.run(self._operations.strong_delete(self.name, key, epoch_of(fence)), deadline_s)

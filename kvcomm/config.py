@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from kvcomm.errors import ConfigError
+from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
 TRANSPORTS_RUN = ("shm", "tcp")
@@ -117,6 +118,10 @@ def _count(value: Any, _ram_bytes: int) -> int:
     return _at_least(value, 0, "a count")
 
 
+def _positive_bytes(value: Any, ram_bytes: int) -> int:
+    return _at_least(_bytes(value, ram_bytes), 1, "a size")
+
+
 def _positive_count(value: Any, _ram_bytes: int) -> int:
     return _at_least(_count(value, 0), 1, "a count")
 
@@ -153,6 +158,19 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     if not set(value) & set(TRANSPORTS_RUN):
         raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
+
+
+def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        _unlike(value, "a list of rules, each with names and what it demands")
+    rules: list[Rule] = []
+    for number, written in enumerate(value, start=1):
+        try:
+            sizes = {key: _bytes(written[key], 0) for key in ("value_bytes_max",) if key in written}
+            rules.append(rule_of(written | sizes))
+        except (ValueError, TypeError) as error:  # TypeError: a key that is no text
+            raise ValueError(f"rule {number}: {error}") from error
+    return tuple(rules)
 
 
 def _at_least(value: int, least: int, what: str) -> int:
@@ -296,7 +314,14 @@ class ClusterConfig:
     block_copies: int = _setting(
         "block_copies", _positive_count, 1,
         "Shards that keep each block. A lost block is only a miss, so one copy is correct; two survive a "
-        "lost shard without recomputing and halve the capacity.",
+        "lost shard without recomputing, readers take the copy that answers faster, and they halve the "
+        "capacity. A put is done with one copy; an owner that lags gets its copy in the background.",
+    )  # fmt: skip
+    block_refill_rate_bytes: int = _setting(
+        "block_refill_rate", _bytes, "64MB",
+        "Bytes a second that a shard takes from the others to get back copies of blocks that it should have, "
+        "after it lost its memory or the ring changed. Only room that nobody uses is filled. Higher: fewer "
+        "copies for a shorter time, but readers share the network with it. `0`: never.",
     )  # fmt: skip
     repair_interval_s: float = _setting(
         "repair_interval", _positive_seconds, "60s",
@@ -344,6 +369,53 @@ class StorageConfig:
         "fsync_interval", _positive_seconds, "50ms",
         "How often `fsync: interval` forces writes to disk. Not used otherwise.",
     )  # fmt: skip
+    scrub_interval_s: float = _setting(
+        "scrub_interval", _positive_seconds, "24h",
+        "Within this time each shard reads and verifies every record it keeps, so that one that decayed on "
+        "the disk is fetched from the other shards before those lose it too. Shorter: found sooner, for more "
+        "reading.",
+    )  # fmt: skip
+    scrub_rate_bytes: int = _setting(
+        "scrub_rate", _positive_bytes, "8MB",
+        "Record bytes that this reads a second, at most. Where it is too little for `scrub_interval`, a pass "
+        "takes longer.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsConfig:
+    """What the values of records keep to."""
+
+    validators: tuple[Rule, ...] = _setting(
+        "validators", _validators, [],
+        "Rules that a written value must keep, by name; see [records](records.md). A write that breaks one "
+        "is refused (`Rejected`) before anything is written. Checked by the shard that coordinates the "
+        "write, against what it has seen: two sides of a split may together break what each has kept.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """Where a shard keeps blocks beside its memory."""
+
+    disk_path: str = _setting(
+        "disk_path", _text, "",
+        "Directory for a disk tier of the shards' blocks, one file a block; each shard takes a part of its "
+        "own. What memory evicts is then still had, at the disk's speed, also after a restart; of the whole "
+        "cluster only with `storage.directory` set, which keeps the secret that names are made with. Put it "
+        "on a local disk that records are not synced to. Empty: no disk tier, an evicted block is a miss.",
+    )  # fmt: skip
+    disk_bytes: int = _setting(
+        "disk_bytes", _bytes, "10GB",
+        "What each shard's files may take on the disk. At the bound the least useful blocks are evicted for "
+        "good. Not used without `disk_path`.",
+    )  # fmt: skip
+    disk_fsync: Literal["never", "always"] = _setting(
+        "disk_fsync", _one_of("never", "always"), "never",
+        "When a block's file is forced to disk. `never`: left to the operating system; a power cut may "
+        "damage the newest files, which is found out when they are read: each is a miss. `always`: before "
+        "it counts as written; fewer blocks keep pace with the disk. Nobody waits for either.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +439,16 @@ class Config:
     """Everything that can be set.  Made by :func:`parse_config` only, so that its parts agree.
 
     ``cache``: how much is kept; ``network``: how it travels; ``cluster``: who takes part; ``storage``: where
-    records lie; ``security``: who we are.
+    records lie; ``records``: what may be written to them; ``shard``: the disk tier of blocks;
+    ``security``: who we are.
     """
 
     cache: CacheConfig = field(metadata={"section": CacheConfig})
     network: NetworkConfig = field(metadata={"section": NetworkConfig})
     cluster: ClusterConfig = field(metadata={"section": ClusterConfig})
     storage: StorageConfig = field(metadata={"section": StorageConfig})
+    records: RecordsConfig = field(metadata={"section": RecordsConfig})
+    shard: ShardConfig = field(metadata={"section": ShardConfig})
     security: SecurityConfig = field(metadata={"section": SecurityConfig})
 
 

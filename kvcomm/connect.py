@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
 from kvcomm.errors import ConfigError, KVCommError, Refused, Unauthenticated, Unavailable, failure_to_error
+from kvcomm.leaseplane import LeasePlane
 from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations
@@ -267,7 +269,14 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     state = StatePlane(l3, tally) if l3 else None
     strong = StrongPlane(l3, tally, random.random) if l3 else None
     blocks = BlockPlane(near, l2, l3, time.monotonic)
-    operations = Operations(blocks, state, tally, tenant, identity.caller, strong)
+    numbers = count(1)
+    holder = f"{identity.caller:016x}"
+    leases = (
+        LeasePlane(strong, time.monotonic, random.random, lambda: f"{holder}.{next(numbers)}")
+        if strong
+        else None
+    )
+    operations = Operations(blocks, state, tally, tenant, identity.caller, strong, leases)
 
     def close() -> None:
         near.clear()

@@ -101,10 +101,12 @@ _STATUS_OF_CODE = {
     "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
     "conflict": grpc.StatusCode.ABORTED,
     "outcome_unknown": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "partly_done": grpc.StatusCode.DEADLINE_EXCEEDED,
     "corrupt": grpc.StatusCode.DATA_LOSS,
     "refused": grpc.StatusCode.FAILED_PRECONDITION,
     "pool_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "rejected": grpc.StatusCode.FAILED_PRECONDITION,
     "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     _INVALID: grpc.StatusCode.INVALID_ARGUMENT,
 }

@@ -14,13 +14,17 @@ exactly one place, :func:`failure_to_error`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 
 class KVCommError(Exception):
     """An operating failure.  ``code`` names the class on the wire."""
 
     code: ClassVar[str] = "error"
+    outcomes: Sequence[WriteOutcome] = ()
+    """Of a batch of writes: what became of each, in the order of the batch."""
 
     def __init__(self, message: str, detail: bytes = b"") -> None:
         super().__init__(message)
@@ -52,6 +56,16 @@ class OutcomeUnknown(KVCommError):
     code = "outcome_unknown"
 
 
+class PartlyDone(OutcomeUnknown):
+    """Of a batch of writes some were done, or may have been, and some were not: ``outcomes`` says which.
+    Write those again that were not done; read those that are unknown before you do.
+
+    A batch of which nothing was done raises the error of its first write, with ``outcomes`` too.
+    """
+
+    code = "partly_done"
+
+
 class Corrupt(KVCommError):
     """Bytes failed verification and were not served.  Compute them again."""
 
@@ -62,6 +76,13 @@ class Refused(KVCommError):
     """The request is understood and will not be done; the message says why and what to change."""
 
     code = "refused"
+
+
+class Fenced(Refused):
+    """A later epoch of a lease has changed the record, so this one is over; nothing was changed.  Stop what
+    the lease was for, and acquire it anew."""
+
+    code = "fenced"
 
 
 class PoolFull(Refused):
@@ -76,10 +97,64 @@ class TooLarge(Refused):
     code = "too_large"
 
 
+class Rejected(Refused):
+    """The value breaks a rule of ``records.validators``; nothing was written, the old value stays.  The
+    message names the rule."""
+
+    code = "rejected"
+
+
 class Unauthenticated(Refused):
     """The credential is missing or wrong."""
 
     code = "unauthenticated"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    """What became of one write of a batch that was not done as a whole."""
+
+    key: bytes | str
+    """As the caller named it."""
+    status: Literal["done", "not_done", "unknown"]
+    dot: tuple[str, int] | None = None
+    """Of a write that was done: its version, unique for this record."""
+    context: dict[str, int] | None = None
+    """Of a write that was done: hand it to the next put."""
+    own: bool = False
+    """Whether the next put must name this write by its dot beside the context; see ``RecordVersion``."""
+    error: KVCommError | None = None
+    """Why it was not done, or is not known to be."""
+
+
+def batch_error(outcomes: Sequence[WriteOutcome]) -> KVCommError:
+    """The error of a batch of writes that was not done as a whole.
+
+    Its class tells no lie about any of them: ``Conflict``, ``Unavailable`` and the like say that nothing was
+    changed, and are raised when that is true of all; a batch of one has the error of its write.
+    """
+    problems = [outcome.error for outcome in outcomes if outcome.error is not None]
+    first = problems[0]
+    if len(outcomes) == 1:
+        error = first
+    elif all(outcome.status == "not_done" for outcome in outcomes):
+        error = type(first)(f"none of {len(outcomes)} writes was done: {_listed(problems)}", first.detail)
+    else:
+        done, unknown = (sum(each.status == status for each in outcomes) for status in ("done", "unknown"))
+        counts = f"{done} of {len(outcomes)} writes were done, {len(outcomes) - done - unknown} were not, "
+        error = PartlyDone(f"{counts}{unknown} are unknown: {_listed(problems)}")
+    error.outcomes = tuple(outcomes)
+    return error
+
+
+def _listed(problems: Sequence[KVCommError], shown: int = 3) -> str:
+    """The different ones, with how often each."""
+    texts: dict[str, int] = {}
+    for problem in problems:
+        text = f"{problem.code}: {problem.message}"
+        texts[text] = texts.get(text, 0) + 1
+    parts = [text if count == 1 else f"{text} ({count} times)" for text, count in texts.items()]
+    return "; ".join(parts[:shown] + ["..."] * (len(parts) > shown))
 
 
 class NamespaceError(ValueError):
@@ -110,10 +185,13 @@ _BY_CODE: dict[str, type[KVCommError]] = {
         StaleEpoch,
         Conflict,
         OutcomeUnknown,
+        PartlyDone,
         Corrupt,
         Refused,
+        Fenced,
         PoolFull,
         TooLarge,
+        Rejected,
         Unauthenticated,
     )
 }

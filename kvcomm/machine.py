@@ -74,6 +74,12 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """This process stood still, for a second at least: what comes next may be old, and so may be what the
+    machine believes.  Handed in before anything else that came meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply(Effect):
     """Answer a request, once."""
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from kvcomm.blockstore import StoreUsage
+from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
 from kvcomm.tier import PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
@@ -176,6 +176,26 @@ class Metrics:
         self.counter("kvcomm_store_evictions_total").advance_to(usage.evicted_count)
         self.counter("kvcomm_store_quarantines_total").advance_to(usage.quarantined_count)
 
+    def disk(self, usage: DepotUsage) -> None:
+        """Take over what the disk tier says of itself."""
+        for state in _DEPOT_STATES:
+            self.gauge("kvcomm_disk_state", state=state).set(int(state == usage.state))
+        self.gauge("kvcomm_disk_capacity_bytes").set(usage.capacity_bytes)
+        self.gauge("kvcomm_disk_used_bytes").set(usage.used_bytes)
+        self.gauge("kvcomm_disk_blocks").set(usage.block_count)
+        self.gauge("kvcomm_disk_waiting_blocks").set(usage.waiting_count)
+        for event, count in (
+            ("written", usage.written_count),
+            ("read", usage.read_count),
+            ("promoted", usage.promoted_count),
+            ("evicted", usage.evicted_count),
+            ("dropped", usage.dropped_count),
+            ("damaged", usage.damaged_count),
+            ("busy", usage.busy_count),
+        ):
+            self.counter("kvcomm_disk_blocks_total", event=event).advance_to(count)
+        self.counter("kvcomm_disk_errors_total").advance_to(usage.error_count)
+
     def _cell(self, kind: type[C], name: str, labels: Mapping[str, str]) -> C:
         if name not in self._families:
             raise ValueError(
@@ -198,6 +218,9 @@ _CLIENT: tuple[Scope, ...] = ("client",)
 _NODES: tuple[Scope, ...] = ("pool", "shard")
 _SHARD: tuple[Scope, ...] = ("shard",)
 _TIERS: tuple[str, ...] = get_args(TierName)
+_DEPOT_STATES: tuple[str, ...] = get_args(DepotState)
+_DISK_EVENTS = ("written", "read", "promoted", "evicted", "dropped", "damaged", "busy")
+_DATABASES = ("records", "strong")
 _GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
 _RECORD_OPERATIONS = ("get", "put", "scan")
 _OPERATIONS = (
@@ -348,17 +371,71 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
     ),
     Definition(
+        "kvcomm_requests_overdue_total", "counter", _NODES,
+        "Requests refused because their sender had stopped waiting before they could be looked at.",
+    ),
+    Definition(
         "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
     ),
     Definition(
         "kvcomm_scrapes_stale_total", "counter", _NODES,
         "Scrapes answered with older numbers because the event loop did not answer in time.",
     ),
+    # a shard's disk tier, and the copies that it gets back
+    Definition(
+        "kvcomm_disk_state", "gauge", _SHARD,
+        "1 = the state that the disk tier is in; all 0 = there is none. `full`: the disk has no room, "
+        "nothing is taken until it has. `stalled`: it does not answer in time. `off`: too many errors, until "
+        "the next start.",
+        {"state": _DEPOT_STATES},
+    ),
+    Definition(
+        "kvcomm_disk_capacity_bytes", "gauge", _SHARD, "`shard.disk_bytes`.",
+    ),
+    Definition(
+        "kvcomm_disk_used_bytes", "gauge", _SHARD, "What the block files take, in whole disk blocks.",
+    ),
+    Definition(
+        "kvcomm_disk_blocks", "gauge", _SHARD, "Blocks on the disk.",
+    ),
+    Definition(
+        "kvcomm_disk_waiting_blocks", "gauge", _SHARD,
+        "Blocks that are still to be written. Growing: more is published than the disk takes.",
+    ),
+    Definition(
+        "kvcomm_disk_blocks_total", "counter", _SHARD,
+        "What happened to blocks on the disk. `promoted`: also put into memory when read. `dropped`: not "
+        "written, for want of time or room. `damaged`: failed verification, a miss, and deleted. `busy`: a "
+        "miss because the disk had too much to do.",
+        {"event": _DISK_EVENTS},
+    ),
+    Definition(
+        "kvcomm_disk_errors_total", "counter", _SHARD,
+        "Failed calls to the disk, those for want of room included.",
+    ),
+    Definition(
+        "kvcomm_refilled_blocks_total", "counter", _SHARD,
+        "Blocks that this shard should have and lacked, by what became of asking the others. `full`: there "
+        "was no room that nobody uses. `failed`: it did not arrive, or not whole.",
+        {"outcome": ("stored", "full", "failed")},
+    ),
+    Definition(
+        "kvcomm_refilled_bytes_total", "counter", _SHARD, "Bytes of the copies that were stored.",
+    ),
+    Definition(
+        "kvcomm_refill_rounds_total", "counter", _SHARD,
+        "Comparisons of this shard's blocks with those of all others. `failed`: not with all of them.",
+        {"outcome": ("complete", "failed")},
+    ),
     # a shard's records
     Definition(
         "kvcomm_replication_acks_total", "counter", _SHARD,
         "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
         {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_rejected_writes_total", "counter", _SHARD,
+        "Record writes that broke a rule of `records.validators`; nothing was written.",
     ),
     Definition(
         "kvcomm_hints", "gauge", _SHARD,
@@ -390,6 +467,27 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_caught_up", "gauge", _SHARD,
         "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
         "ask those.",
+    ),
+    Definition(
+        "kvcomm_damaged_records", "gauge", _SHARD,
+        "Records whose bytes were damaged and that have not been got back from other shards. Anything but 0 "
+        "for long is worth an alarm.",
+    ),
+    Definition(
+        "kvcomm_scrubbed_bytes_total", "counter", _SHARD,
+        "Stored record bytes that were read and verified though nobody asked for them.",
+        {"database": _DATABASES},
+    ),
+    Definition(
+        "kvcomm_scrub_passes_total", "counter", _SHARD,
+        "Times that all records were gone through; see `storage.scrub_interval`.", {"database": _DATABASES},
+    ),
+    Definition(
+        "kvcomm_scrub_problems_total", "counter", _SHARD,
+        "What was found: records with `damaged` bytes, records that were `lost` though the index has them, "
+        "sound records about which the index was wrong (`misfiled`), steps that the disk refused "
+        "(`unreadable`). The first three are mended.",
+        {"database": _DATABASES, "problem": ("damaged", "lost", "misfiled", "unreadable")},
     ),
     Definition(
         "kvcomm_fsyncs_total", "counter", _SHARD, "Times that records were forced to disk.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcomm.block import (
@@ -20,8 +20,10 @@ from kvcomm.block import (
     header_for,
 )
 from kvcomm.blockplane import BlockPlane, Prefix, Stored
-from kvcomm.errors import NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.errors import KVCommError, NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
+from kvcomm.mergeplane import MergePlane
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
@@ -93,11 +95,13 @@ class Operations:
         tenant: TenantDigest,
         producer: Incarnation,
         strong: StrongPlane | None = None,
+        leases: LeasePlane | None = None,
     ) -> None:
         self._blocks = blocks
         self._tally = tally
         self._state = state
         self._strong = strong
+        self._leases = leases
         self._tenant = tenant
         self._producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
@@ -208,7 +212,14 @@ class Operations:
         self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
     ) -> Steps[list[Dots]]:
         writes = [(record_name("state", name, key), value, context) for key, value in items]
-        contexts = yield from self.state().put(writes)
+        try:
+            contexts = yield from self.state().put(writes)
+        except KVCommError as error:  # its outcomes are in the order of the batch
+            error.outcomes = [
+                replace(outcome, key=key)
+                for (key, _), outcome in zip(items, error.outcomes, strict=bool(error.outcomes))
+            ]
+            raise
         return list(contexts)
 
     def state_keys(self, name: str) -> Steps[list[str]]:
@@ -219,22 +230,22 @@ class Operations:
         (found,) = yield from self.strong().read([record_name("strong", name, key)])
         return found
 
-    def strong_put(self, name: str, key: str, value: bytes) -> Steps[StrongValue]:
-        return (yield from self.strong().put(record_name("strong", name, key), value))
+    def strong_put(self, name: str, key: str, value: bytes, fence: int = 0) -> Steps[StrongValue]:
+        return (yield from self.strong().put(record_name("strong", name, key), value, fence))
 
     def strong_compare_and_set(
-        self, name: str, key: str, expected: bytes, value: bytes | None
+        self, name: str, key: str, expected: bytes, value: bytes | None, fence: int = 0
     ) -> Steps[StrongValue]:
         record = record_name("strong", name, key)
-        return (yield from self.strong().compare_and_set(record, expected, value))
+        return (yield from self.strong().compare_and_set(record, expected, value, fence))
 
     def strong_change(
-        self, name: str, key: str, function: Callable[[bytes | None], bytes | None]
+        self, name: str, key: str, function: Callable[[bytes | None], bytes | None], fence: int = 0
     ) -> Steps[StrongValue]:
-        return (yield from self.strong().change(record_name("strong", name, key), function))
+        return (yield from self.strong().change(record_name("strong", name, key), function, fence))
 
-    def strong_delete(self, name: str, key: str) -> Steps[StrongValue]:
-        return (yield from self.strong().delete(record_name("strong", name, key)))
+    def strong_delete(self, name: str, key: str, fence: int = 0) -> Steps[StrongValue]:
+        return (yield from self.strong().delete(record_name("strong", name, key), fence))
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         return (yield from self.state().names(prefix))
@@ -257,10 +268,18 @@ class Operations:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._state
 
+    def merging(self) -> MergePlane:
+        return MergePlane(self.state())
+
     def strong(self) -> StrongPlane:
         if self._strong is None:
             raise Unavailable("this cluster has no shards, so it keeps no state")
         return self._strong
+
+    def leases(self) -> LeasePlane:
+        if self._leases is None:
+            raise Unavailable("this cluster has no shards, so it keeps no state")
+        return self._leases
 
     def _namespace_of(self, head: Manifest | None, namespace: Namespace | None) -> Namespace:
         # list() first: it copies at once, while other threads may bind namespaces of their own.

@@ -2,12 +2,14 @@
 wire.
 
 Events are handed in one at a time, in order of arrival; one that an effect causes at once waits for its turn,
-so the machine is never entered twice.
+so the machine is never entered twice.  When the process stood still the machine is told first
+(``kvcomm.machine.Resumed``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,14 +26,18 @@ from kvcomm.machine import (
     Origin,
     Received,
     Reply,
+    Resumed,
     Stop,
     Tick,
     Ticket,
 )
+from kvcomm.pulse import Pulse
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.serve import ReplyFunction
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import Failure, Message
+
+_log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -66,6 +72,10 @@ class Runtime:
         self._timer_at: float | None = None
         self._draining = False
         self._closed = False
+        self._pulse = Pulse()
+        self._beating: asyncio.TimerHandle | None = None
+        self.resumed_count = 0
+        """How often this process stood still."""
 
     def received(self, origin: Origin, message: Message, reply: ReplyFunction) -> None:
         """A request for the machine; its ``Reply`` effect will go to ``reply``.
@@ -90,9 +100,14 @@ class Runtime:
         """Hand an event in, or queue it when the machine is at work."""
         if self._closed:
             return
-        self._events.append(event)
         if self._draining:
+            self._events.append(event)
             return
+        if self._beating is None:
+            self._beat()
+        if self._stood_still():
+            self._events.append(Resumed())
+        self._events.append(event)
         self._draining = True
         try:
             while self._events and not self._closed:
@@ -109,9 +124,26 @@ class Runtime:
         self._closed = True
         self._events.clear()
         self._replies.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._beating):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._beating = None
+
+    def _stood_still(self) -> bool:
+        """Once for each time."""
+        still_s = self._pulse.stood_still_s(self._clock())
+        if still_s:
+            self.resumed_count += 1
+            _log.warning("this process stood still for %.1f s", still_s)
+        return still_s > 0
+
+    def _beat(self) -> None:
+        """Who has nothing to do finds out as well."""
+        if self._stood_still():
+            self.deliver(Resumed())
+        if not self._closed:
+            self._pulse.beat(self._clock())
+            self._beating = asyncio.get_running_loop().call_later(self._pulse.beat_s, self._beat)
 
     def _handle(self, event: Event) -> None:
         for effect in self._machine.handle(event, self._clock()):

@@ -7,6 +7,10 @@ seconds.  After that a connection is read only while its unanswered requests and
 their bounds (one read, 64 KiB of requests, may overshoot them).  A request's number is its own until it is
 answered: services go by it, so a second request with the same number ends the connection before they see it.
 What one peer does wrong closes its own connection and nothing else.
+
+A request whose deadline has passed before it could be looked at (this process stood still, the network held
+it back) is refused as ``unavailable``, and nothing of it is done: its sender waits no longer.  Not so if it
+brought a payload, which only blocks do: those are immutable, and their room has been given away already.
 """
 
 from __future__ import annotations
@@ -17,18 +21,20 @@ import itertools
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from kvcomm.block import Buffer, Incarnation
 from kvcomm.credentials import Credentials
-from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge
+from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.machine import ConnectionId, Origin
 from kvcomm.rpc.session import KEY_VECTOR
 from kvcomm.rpc.sockets import listen, tune
 from kvcomm.rpc.stream import STALL_S, FrameStream
 from kvcomm.wire.address import Address, parse_address
+from kvcomm.wire.deadlines import overdue_s, stamp_of
 from kvcomm.wire.frames import MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Ping, Pong, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox
@@ -112,6 +118,7 @@ class DataServer:
         payload_bytes_max: int = 1 << 30,
         hello_timeout_s: float = 5.0,
         stall_s: float = STALL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -132,6 +139,9 @@ class DataServer:
         self.payload_bytes_max = payload_bytes_max
         self.hello_timeout_s = hello_timeout_s
         self.stall_s = stall_s
+        self.clock = clock
+        self.overdue_count = 0
+        """Requests refused since start because their time was over."""
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
@@ -252,11 +262,11 @@ class _Accepted:
             return
         self._unanswered.remove(number)
         try:
-            frame = encode_frame(number, message, payload)
+            frame = encode_frame(number, message, payload, self._stamp())
         except TooLarge as error:
             if left is not None:
                 left()
-            left, frame = None, encode_frame(number, Failure(error.code, error.message))
+            left, frame = None, encode_frame(number, Failure(error.code, error.message), (), self._stamp())
         self._outbox.put(frame, None if left is None else lambda _: left())
         if not self._corked:
             self._stream.flush()
@@ -299,7 +309,7 @@ class _Accepted:
         welcome = Welcome(
             server.node, server.role, server.instance, server.incarnation, tenant, region, epoch
         )
-        self._outbox.put(encode_frame(frame.request, welcome))
+        self._outbox.put(encode_frame(frame.request, welcome, (), self._stamp()))
 
     def _request(self, origin: Origin, frame: Frame) -> None:
         kind, counts = type(frame.message), self._server.request_counts
@@ -312,10 +322,20 @@ class _Accepted:
                 raise self._refused.pop(frame.request)
             if isinstance(frame.message, Ping):
                 reply(Pong())
+            elif frame.stamp and not frame.payload and self._is_overdue(frame):
+                raise Unavailable("its time was over before it could be looked at; nothing was done")
             else:
                 self._service.handle(self._asked(origin, frame.request), frame.message, frame.payload, reply)
         except KVCommError as error:
             reply(Failure(error.code, error.message, error.detail))
+
+    def _stamp(self) -> int:
+        return stamp_of(self._server.clock())
+
+    def _is_overdue(self, frame: Frame) -> bool:
+        overdue = overdue_s(frame.stamp, self._server.clock()) > 0
+        self._server.overdue_count += overdue
+        return overdue
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
         assert self._origin is not None, "no payload is taken before Hello"

@@ -5,24 +5,31 @@ Record names are paths of percent-encoded parts, so a name can hold any text and
 a part::
 
     state/<name>/<key>               a value somebody put
+    counter/<name>/<key>             one of the classes whose siblings are resolved: kvcomm.resolvers
     context/<agent>/<session>        the head of an agent's context: an encoded Manifest
 
 The plane remembers the causal context of what this client last saw of each record (bounded), so that a plain
 read-modify-write replaces what was read and two clients that write without having seen each other become
 siblings.  A context counts the writes of *one* record: put with another record's, it would tell the replicas
 that writes were seen which have yet to come, and they would drop them.  So a context knows its record.
+
+**A session.**  The plane also remembers the most that this client has seen or written of each record, and a
+get says so: the answer has seen it too, or says ``degraded``.  That is *read your writes* and *monotonic
+reads*, whichever shard answers; *writes follow reads* and *monotonic writes* are what contexts are for, as
+long as no degraded answer was read in between.  The promise is one plane's, it begins with nothing, and
+lapses for the record that was used longest ago when there are more than ``CONTEXTS_MAX``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
-from kvcomm.errors import Conflict, TooLarge
+from kvcomm.errors import Conflict, KVCommError, TooLarge, WriteOutcome
 from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
@@ -37,10 +44,14 @@ sibling."""
 class Context(dict[str, int]):
     """What a caller has seen of one record: replica -> counter.  Hand it to a put of the same record."""
 
-    __slots__ = ("own", "record")
+    __slots__ = ("least", "own", "record")
 
-    def __init__(self, record: bytes, dots: Dots, own: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, record: bytes, dots: Dots, own: tuple[str, int] | None = None, least: Dots | None = None
+    ) -> None:
         super().__init__(dots)
+        self.least: Dots = self if least is None else least
+        """What the next get must have seen."""
         self.record = record
         self.own = own
         """The caller's own last write, where the counters cannot say that it was seen."""
@@ -52,7 +63,8 @@ class StateValue:
 
     ``values`` is empty when the record is absent or deleted, and has more than one entry when writers did
     not know of each other.  Hand ``context`` to the next put to replace exactly what you saw.  ``degraded``:
-    fewer replicas answered than the read quorum, so the values may be old.
+    fewer replicas answered than the read quorum, or none that has seen what this client saw before, so the
+    values may be old.
     """
 
     values: tuple[bytes, ...]
@@ -100,13 +112,15 @@ class StatePlane:
         self._contexts: OrderedDict[bytes, Context] = OrderedDict()
 
     def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
-        """Read records in one batch; absent ones have no values."""
-        reading = self._records.record_get(names)
+        """Read records in one batch; absent ones have no values.  Nothing older than what this plane has read
+        or written before, unless ``degraded`` says so."""
+        least = [self._contexts.get(name, _NOTHING_SEEN).least for name in names]
+        reading = self._records.record_get(names, least)
         answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading, len(names))
         found: list[StateValue] = []
-        for name, answer in zip(names, answers, strict=True):
+        for name, asked, answer in zip(names, least, answers, strict=True):
             self._tally.read(answer)
-            self._remember(Context(name, answer.context))
+            self._remember(Context(name, answer.context, least=self._least(name, asked, answer)))
             found.append(StateValue(answer.values, Context(name, answer.context), answer.degraded))
         return found
 
@@ -120,20 +134,37 @@ class StatePlane:
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: fewer replicas than the write quorum confirmed in time; read before writing again.
             Conflict: the record already has the most siblings it may have; read, merge, put with the context.
+            PartlyDone: a batch of several was done in part; ``outcomes`` says what became of each.
         """
         for name, value, _ in writes:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 raise TooLarge(f"record {name!r}: {len(value)} bytes is over the limit of {VALUE_BYTES_MAX}")
-        batch = [self._write(name, value, context) for name, value, context in writes]
+        return (yield from self._send([self._write(name, value, context) for name, value, context in writes]))
+
+    def change(self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool) -> Steps[None]:
+        """Change records that are resolved, by ``(name, delta or None to delete)``; see ``MergePlane``.
+        ``knowing``: send what was last seen of them along."""
+        batch: list[RecordWrite] = []
+        for name, delta in changes:
+            if delta is not None and len(delta) > VALUE_BYTES_MAX:
+                raise TooLarge(f"record {name!r}: {len(delta)} bytes is over the limit of {VALUE_BYTES_MAX}")
+            context = self._contexts.get(name, _NOTHING_SEEN) if knowing else _NOTHING_SEEN
+            batch.append(RecordWrite(name, None, context, None, delta))
+        yield from self._send(batch)
+
+    def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:
         writing = self._records.record_put(batch)
-        versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        try:
+            versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
+        except KVCommError as error:
+            error.outcomes = [self._learned(outcome) for outcome in error.outcomes]
+            self._tally.wrote(sum(outcome.status == "done" for outcome in error.outcomes))
+            raise
         self._tally.wrote(len(versions))
-        contexts: list[Context] = []
-        for write, version in zip(batch, versions, strict=True):
-            own = (version.replica, version.counter) if version.own else None
-            self._remember(Context(write.key, version.context, own))
-            contexts.append(Context(write.key, version.context, own))
-        return contexts
+        return [
+            self._written(write.key, version.context, (version.replica, version.counter), version.own)
+            for write, version in zip(batch, versions, strict=True)
+        ]
 
     def names(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted."""
@@ -160,6 +191,20 @@ class StatePlane:
                 )
         return heads[-1] if heads else None
 
+    def _learned(self, outcome: WriteOutcome) -> WriteOutcome:
+        """A write that was done counts, whatever became of the rest of its batch."""
+        if outcome.dot is None or outcome.context is None:
+            return outcome
+        assert isinstance(outcome.key, bytes), "records are named by bytes down here"
+        context = self._written(outcome.key, outcome.context, outcome.dot, outcome.own)
+        return replace(outcome, context=context)
+
+    def _written(self, name: bytes, dots: Dots, dot: tuple[str, int], own: bool) -> Context:
+        mine = dot if own else None
+        least = _union(self._contexts.get(name, _NOTHING_SEEN).least, dots, {dot[0]: dot[1]})
+        self._remember(Context(name, dots, mine, least))
+        return Context(name, dots, mine)
+
     def _write(self, name: bytes, value: bytes | None, context: Dots | None) -> RecordWrite:
         if context is None:
             context = self._contexts.get(name, _NOTHING_SEEN)
@@ -169,11 +214,28 @@ class StatePlane:
             raise ValueError(f"the context of record {context.record!r} says nothing about {name!r}")
         return RecordWrite(name, value, context, context.own)
 
+    def _least(self, name: bytes, asked: Dots, answer: RecordAnswer) -> Dots | None:
+        """What later gets must have seen, when this one has; ``None`` = the answer itself."""
+        now = self._contexts.get(name, _NOTHING_SEEN).least
+        outdated = now is not asked  # by another thread, for one
+        if not now or not (answer.degraded or outdated):
+            return None  # it covers what was asked for, or the record was removed everywhere
+        return _union(now, answer.context)
+
     def _remember(self, context: Context) -> None:
         self._contexts.pop(context.record, None)  # then it is the newest; another thread may have evicted it
         self._contexts[context.record] = context
         while len(self._contexts) > CONTEXTS_MAX:
             self._contexts.popitem(last=False)
+
+
+def _union(*contexts: Dots) -> Dots:
+    union: Dots = {}
+    for context in contexts:
+        for replica, counter in context.items():
+            if counter > union.get(replica, 0):
+                union[replica] = counter
+    return union
 
 
 _NOTHING_SEEN = Context(b"", {})

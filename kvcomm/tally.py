@@ -61,18 +61,18 @@ class Tally:
         self.metrics.counter("kvcomm_record_operations_total", operation="scan", outcome="ok").add(count)
 
     def timed(self, operation: str, steps: Steps[T], record_count: int = 1) -> Steps[T]:
-        """Run ``steps`` and note how long it took the caller; where it fails, so do its ``record_count``
-        records."""
+        """Run ``steps`` and note how long it took the caller; where it fails, so do those of its
+        ``record_count`` records that were not done."""
         begin = self._clock()
         try:
             return (yield from steps)
-        except KVCommError:
+        except KVCommError as error:
             if operation.startswith("record_"):
                 kind = operation.removeprefix("record_")
                 failed = self.metrics.counter(
                     "kvcomm_record_operations_total", operation=kind, outcome="failed"
                 )
-                failed.add(record_count)
+                failed.add(record_count - sum(each.status == "done" for each in error.outcomes))
             raise
         finally:
             self._histogram(operation).observe(self._clock() - begin)

@@ -194,12 +194,16 @@ class Records(Protocol):
     """The state plane's port.  Every method is an operation of ``kvcomm.steps``; all take and give
     batches."""
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
-        """Raises ``Unavailable`` when no owner of some key answered."""
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        """``least``, one a key if there are any: an answer that has not seen so much is ``degraded``, unless
+        all replicas together know no more (the record was removed).
+
+        Raises ``Unavailable`` when no owner of some key answered."""
         ...
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
-        """Raises ``Unavailable``, ``OutcomeUnknown``, ``Conflict`` (sibling bound), ``TooLarge``."""
+        """Raises ``PartlyDone``, ``Unavailable``, ``OutcomeUnknown``, ``Conflict`` (sibling bound),
+        ``TooLarge``; the error of a batch has ``outcomes``."""
         ...
 
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]: ...

@@ -1,7 +1,7 @@
 """L2: the rack's shared-memory pools, read without asking anybody.
 
 Owns: the region's layout and life (``layout``, ``region``), its only allocator and index writer (``owner``
-over ``allocator``, ``index``, ``hazards``, ``sieve``), the one-sided reader in the client's process
+over ``allocator``, ``index``, ``hazards``), the one-sided reader in the client's process
 (``reader``, ``pins``), the client's ``Tier`` (``tier``) and the role shell (``pool``).
 
 Imports ``kvcomm`` (the floor) only; never ``l1``, ``l3_shard`` or ``controller``.

@@ -13,7 +13,7 @@ writers compare::
 * **Retired** slots rest until nobody can be looking at or writing to them: no hazard names them (scanned
   after the word was cleared and fenced, see ``l2_rdma.hazards``), no lease is open, no socket receives into
   them, and ``grace_s`` has passed where fences are weak.  Only then is the memory handed out again.
-* **Eviction** (``l2_rdma.sieve``) asks only slots that are not pinned or leased, leaves before parents.
+* **Eviction** (``kvcomm.sieve``) asks only slots that are not pinned or leased, leaves before parents.
   :meth:`tick` keeps 1/64 of each full class free, so that a put rarely evicts inline.
 * A size class that starves takes a slab from another class: at once when it has none, otherwise in
   :meth:`tick` from a class that evicted nothing for a while.
@@ -23,7 +23,6 @@ Time and randomness come from outside; nothing here waits, and no decision depen
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,10 @@ from kvcomm.block import (
     BlockKey,
     Generation,
 )
-from kvcomm.blockstore import StoreUsage
+from kvcomm.blockstore import ANY_TENANT, StoreUsage
 from kvcomm.errors import Corrupt
+from kvcomm.shelves import KeyShelves
+from kvcomm.sieve import Sieve
 from kvcomm.wire.messages import BlockItem, Grant, Want
 from l2_rdma.allocator import Place, SlabAllocator
 from l2_rdma.hazards import HazardTable
@@ -55,7 +56,6 @@ from l2_rdma.layout import (
     WORD_BYTES,
     RegionHeader,
 )
-from l2_rdma.sieve import Sieve
 
 LOOK_INTERVAL_S = 0.25
 """Readers speak to the owner through memory (suspects, marks, hazards), so it looks so often.  Who needs a
@@ -68,9 +68,6 @@ RESERVE_SHARE = 64
 """One slot in so many is kept free."""
 INSPECT_BYTES_MAX = 64 << 20
 """Suspected copies that are verified at a time, about 10 ms (the last one may overshoot)."""
-ANY_TENANT = b""
-"""As the ``tenant`` argument: a caller that answers for tenants itself (replication between a cluster's own
-nodes)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +161,7 @@ class Owner:
         self._generations = itertools.count(header.generation_base)
         self._slots: dict[int, _Slot] = {}  # by offset: every slot that is not free
         self._published: dict[BlockKey, _Slot] = {}
+        self._listed = KeyShelves()  # the keys of _published
         self._reserved: dict[int, _Slot] = {}  # by token, in order of expiry
         self._pending: dict[BlockKey, _Slot] = {}
         self._late: dict[int, _Slot] = {}  # expired while exposed: a socket may still write
@@ -189,10 +187,12 @@ class Owner:
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [self._visible(key, tenant) is not None for key in keys]
 
-    def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
+    def reserve(
+        self, wants: Sequence[Want], holder: int, tenant: bytes, now: float, *, evict: bool = True
+    ) -> list[Grant]:
         self._expire(now)
         full: set[int] = set()
-        return [self._reserve(want, holder, tenant, now, full) for want in wants]
+        return [self._reserve(want, holder, tenant, now, full, evict) for want in wants]
 
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
@@ -210,12 +210,15 @@ class Owner:
             if slot is not None and slot.holder == holder:
                 self._retire_reserved(slot)
 
-    def lease(self, key: BlockKey, tenant: bytes) -> SlotLease | None:
+    def lease(self, key: BlockKey, tenant: bytes, *, use: bool = True) -> SlotLease | None:
         slot = self._visible(key, tenant)
         if slot is None:
             return None
-        slot.marked = True
+        slot.marked = slot.marked or use
         return SlotLease(slot, self._copy(slot).toreadonly())
+
+    def used(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [key in self._published and self._marked(self._published[key]) for key in keys]
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
         """A report is not believed blindly: the owner verifies the copy itself, so a broken reader cannot
@@ -257,12 +260,9 @@ class Owner:
         return min([next_look, *(slot.expires_at for slot in itertools.islice(self._reserved.values(), 1))])
 
     def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
-        keys = (
-            key
-            for key, slot in self._published.items()
-            if key > after and tenant in (ANY_TENANT, slot.tenant)
-        )
-        return [BlockItem(key, self._published[key].copy_bytes) for key in heapq.nsmallest(limit, keys)]
+        slots = (self._published[key] for key in self._listed.after(after))
+        mine = (slot for slot in slots if tenant in (ANY_TENANT, slot.tenant))
+        return [BlockItem(slot.key, slot.copy_bytes) for slot in itertools.islice(mine, limit)]
 
     def usage(self) -> StoreUsage:
         pinned = self._hazards.pinned()
@@ -309,6 +309,7 @@ class Owner:
                 case "retired":
                     assert word == 0 or slot.exposed
         assert len(self._by_entry) <= len(self._published)
+        assert list(self._listed.after(b"")) == sorted(self._published)
 
     # -- beyond the port -------------------------------------------------------------------------------------
 
@@ -326,7 +327,9 @@ class Owner:
 
     # -- reserve, publish ------------------------------------------------------------------------------------
 
-    def _reserve(self, want: Want, holder: int, tenant: bytes, now: float, full: set[int]) -> Grant:
+    def _reserve(
+        self, want: Want, holder: int, tenant: bytes, now: float, full: set[int], evict: bool
+    ) -> Grant:
         """``full``: classes in which this batch found nothing to evict.  Finding that out takes a look at
         every slot, and it stays so within a batch."""
         key = BlockKey(want.key)
@@ -340,6 +343,8 @@ class Owner:
         slot_bytes = self._allocator.slot_bytes_for(want.copy_bytes)
         if slot_bytes is None:
             return Grant("too_large")
+        if not evict and not self._has_spare(slot_bytes):
+            return Grant("full")
         place = self._allocator.allocate(slot_bytes)
         if place is None and slot_bytes not in full:
             place = self._make_room(slot_bytes, now)
@@ -367,6 +372,7 @@ class Owner:
         slot.state, slot.tenant, slot.parent = "published", header.tenant, header.parent
         self._words[_generation_word(slot)] = slot.generation
         self._published[slot.key] = slot
+        self._listed.add(slot.key)
         self._link_family(slot)
         self._enter_index(slot)
         return "published"
@@ -495,6 +501,7 @@ class Owner:
     def _retire_published(self, slot: _Slot) -> None:
         self._unlink_family(slot)
         del self._published[slot.key]
+        self._listed.discard(slot.key)
         if slot.entry is not None:
             self._index.remove(slot.entry)
             del self._by_entry[slot.entry]
@@ -547,6 +554,14 @@ class Owner:
             self._collect(now)
             place = self._allocator.allocate(slot_bytes)
         return place
+
+    def _has_spare(self, slot_bytes: int) -> bool:
+        """Whether a slot can be had without eviction, now or by the next :meth:`_top_up`."""
+        reserve = self._slot_count(slot_bytes) // RESERVE_SHARE
+        while self._allocator.free_slots(slot_bytes) <= reserve:
+            if not self._grow_more():
+                return False
+        return True
 
     def _grow_more(self) -> bool:
         backed_bytes = self._more()

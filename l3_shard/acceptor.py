@@ -24,7 +24,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvcomm.errors import Corrupt
-from kvcomm.wire.messages import StrongRegister, StrongState
+from kvcomm.wire.messages import FENCE_MAX, StrongRegister, StrongState
 from l3_shard.ballot import NO_BALLOT, counter_of, round_of
 
 VERSIONS_MAX = 8
@@ -78,9 +78,11 @@ def learn(state: StrongState, other: StrongState) -> StrongState:
     return StrongState(promised, state.accepted, state.register, state.voted)
 
 
-def changed(register: StrongRegister, version: bytes, value: bytes | None) -> StrongRegister:
-    """The register after the round whose last change is called ``version``."""
-    return StrongRegister([*register.versions, version][-VERSIONS_MAX:], value)
+def changed(register: StrongRegister, version: bytes, value: bytes | None, fence: int = 0) -> StrongRegister:
+    """The register after the round whose last change is called ``version``, made under the lease epoch
+    ``fence``."""
+    versions = [*register.versions, version][-VERSIONS_MAX:]
+    return StrongRegister(versions, value, max(register.fence, fence))
 
 
 def checked(state: StrongState) -> StrongState:
@@ -98,6 +100,8 @@ def checked(state: StrongState) -> StrongState:
     newest = rounds[-1] if rounds else NO_BALLOT
     if not ordered or len(versions) > VERSIONS_MAX or newest > state.accepted or NO_BALLOT in rounds:
         raise Corrupt("not an acceptor's state: its versions are out of order or above what was accepted")
+    if not 0 <= state.register.fence <= FENCE_MAX or (state.register.fence and not versions):
+        raise Corrupt("not an acceptor's state: no change was made under such a fence")
     if state.accepted > state.promised or (state.register.value is not None and not versions):
         raise Corrupt(
             "not an acceptor's state: it accepted what it had not promised, or a value of no change"

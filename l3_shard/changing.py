@@ -117,6 +117,8 @@ class _Run:
     missing_count: int = 0
     resting: bool = False
     """Between two rounds."""
+    trouble: str = ""
+    """What the last acceptor that did not vote said."""
 
     @property
     def key(self) -> bytes:
@@ -307,6 +309,7 @@ class Changing:
     def _heard(self, run: _Run, round_: int, node: str, answer: Message) -> None:
         if isinstance(answer, Failure):
             self._refused(node, answer)
+            run.trouble = f"; {node}: {answer.text}"
         if run.over or run.resting or run.proposal.round != round_:
             return
         step = run.proposal.heard(node, answer)
@@ -320,7 +323,7 @@ class Changing:
         background = run.proposal.orders[0].op == CONFIRM and run.failed_count >= CONFIRM_ROUNDS_MAX
         if run.missing_count >= MISSING_ROUNDS_MAX or background:
             nodes = ", ".join(run.proposal.quorum.nodes)
-            self._end(run, run.proposal.given_up(f"no majority of {nodes} answered"))
+            self._end(run, run.proposal.given_up(f"no majority of {nodes} voted{run.trouble}"))
             return
         run.resting = True
         when = self._desk.now + backoff_s(run.failed_count, self._draw)
@@ -354,7 +357,7 @@ class Changing:
             else:
                 at = run.tasks.index(task)
                 run.proposal.drop(at)
-                self._finish(task, run.proposal.left(at, why))
+                self._finish(task, run.proposal.left(at, why + run.trouble))
                 if run.over:
                     self._leave(run)
 

@@ -17,7 +17,20 @@ from typing import Any
 from kvcomm.machine import Effect, Event
 from kvcomm.metrics import Histogram
 from l3_shard.replica import later
-from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
+from l3_shard.storage import (
+    Audit,
+    Audited,
+    Load,
+    Loaded,
+    Persist,
+    Persisted,
+    Scan,
+    Scanned,
+    Survey,
+    Surveyed,
+    Sweep,
+    Swept,
+)
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
 from l3_shard.worker import Worker
 
@@ -51,7 +64,7 @@ class Commits:
         self._unsynced = False
 
     def perform(self, effect: Effect) -> None:
-        """Carry out a ``Load``, ``Scan``, ``Survey`` or ``Persist``."""
+        """Carry out what a shard machine orders from its storage."""
         match effect:
             case Load():
                 self._deliver(self._load(effect))
@@ -59,6 +72,10 @@ class Commits:
                 self._deliver(self._scan(effect))
             case Survey():  # in a turn of its own: they come in long rows, and requests must get in between
                 self._loop.call_soon(lambda: self._deliver(self._survey(effect)))
+            case Sweep():
+                self._loop.call_soon(lambda: self._deliver(self._sweep(effect)))
+            case Audit():
+                self._loop.call_soon(lambda: self._deliver(self._audit(effect)))
             case Persist():
                 self._waiting.append(effect)
                 if self._idle.is_set():  # in a turn of its own, so that all of this turn's are together
@@ -158,3 +175,26 @@ class Commits:
             return Surveyed(survey.ticket, tuple(self._store.survey(survey.leaves)))
         except DiskFailed as error:
             return Surveyed(survey.ticket, (), failure=error.message)
+
+    def _sweep(self, sweep: Sweep) -> Swept:
+        try:
+            leaves, resume = self._store.sweep(sweep.first, sweep.records)
+        except DiskFailed as error:
+            return Swept(sweep.ticket, (), None, failure=error.message)
+        return Swept(sweep.ticket, tuple(leaves), resume)
+
+    def _audit(self, audit: Audit) -> Audited:
+        try:
+            found = self._store.audit(audit.resume, audit.records, audit.size_bytes)
+        except DiskFailed as error:
+            return Audited(audit.ticket, 0, 0, 0, (), (), (), None, failure=error.message)
+        return Audited(
+            audit.ticket,
+            found.looked_count,
+            found.looked_bytes,
+            found.total_count,
+            tuple(found.damaged),
+            tuple(found.lost),
+            tuple(found.misfiled),
+            found.resume,
+        )

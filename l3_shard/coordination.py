@@ -7,7 +7,7 @@ adopted and the keys are placed again, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, TooLarge, Unavailable, failure_to_error
@@ -20,6 +20,11 @@ RECORDS_MAX = 1_024
 """Records of one request."""
 
 
+Problems = Mapping[int, KVCommError]
+"""By index."""
+NOTHING_WRONG: Problems = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What is to be done; keys are named by index."""
@@ -29,24 +34,36 @@ class Batch:
     """Bytes that the request carries for each key."""
     request: Callable[[int, Sequence[int]], Message]
     """(epoch, indices) -> the request."""
-    take: Callable[[Sequence[int], Message], bool]
-    """Takes a reply; False = it does not answer the request."""
+    take: Callable[[Sequence[int], Message], Problems | None]
+    """Takes a reply; says what went wrong with some keys (mostly nothing), ``None`` = it does not answer the
+    request."""
 
 
 class Coordination:
-    """One operation; run :meth:`steps` once."""
+    """One operation; run :meth:`steps` or :meth:`outcomes` once."""
 
     def __init__(self, routes: Routes, batch: Batch) -> None:
         self._routes, self._batch = routes, batch
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
+        self._trouble: dict[int, str] = {}
+        """What the last owner that could not serve a key said."""
         self._stale: set[int] = set()
         self._records_max = RECORDS_MAX
-        self._done_count = 0
-        self._errors: list[KVCommError] = []
+        self._problems: dict[int, KVCommError] = {}
 
     def steps(self) -> Steps[None]:
-        """Raises what went wrong, after everything else of the batch is through."""
+        """Raises what went wrong first, after everything else of the batch is through; an unknown outcome
+        before all others."""
+        problems = yield from self.outcomes()
+        for index in sorted(problems):
+            if isinstance(problems[index], OutcomeUnknown):
+                raise problems[index]
+        if problems:
+            raise problems[min(problems)]
+
+    def outcomes(self) -> Steps[Problems]:
+        """Everything that went wrong; all other keys are done."""
         while self._todo:
             ring = self._routes.ring
             placed = list(self._place(ring))
@@ -56,8 +73,7 @@ class Coordination:
             answers = yield from ask_all(asks)
             for (node, indices), answer in zip(placed, answers, strict=True):
                 self._take(node, indices, answer)
-        if self._errors:
-            raise self._verdict()
+        return self._problems
 
     def _place(self, ring: Ring) -> Iterator[tuple[str, list[int]]]:
         """Requests of bounded size for what is to be done."""
@@ -69,7 +85,10 @@ class Coordination:
             if node is not None:
                 by_node.setdefault(node, []).append(index)
             else:
-                self._errors.append(Unavailable(f"none of {len(owners)} owners of a record could be reached"))
+                text = (
+                    f"none of {len(owners)} owners of a record could serve it{self._trouble.get(index, '')}"
+                )
+                self._problems[index] = Unavailable(text)
         for node, indices in by_node.items():
             size = 0
             piece: list[int] = []
@@ -94,43 +113,37 @@ class Coordination:
     def _take(self, node: str, indices: list[int], answer: Answer) -> None:
         message = answer.message
         if not isinstance(message, Failure):
-            if self._batch.take(indices, message):
-                self._done_count += len(indices)
-            else:
-                self._errors.append(
-                    OutcomeUnknown(f"{node} gave no answer to the question that it was asked")
-                )
+            problems = self._batch.take(indices, message)
+            if problems is None:
+                text = f"{node} gave no answer to the question that it was asked"
+                problems = dict.fromkeys(indices, OutcomeUnknown(text))
+            for index, error in problems.items():
+                self._failed(node, index, error)
             return
         error = failure_to_error(message.code, message.text, message.detail)
         if self._routes.failed(node, answer):
             self._place_again(indices)
-        elif isinstance(error, Unavailable):
-            for index in indices:
-                self._tried.setdefault(index, set()).add(node)
-            self._todo += indices
         elif isinstance(error, TooLarge) and len(indices) > 1 and not any(self._batch.sizes):
             self._records_max = max(1, len(indices) // 2)
             self._todo += indices
         else:
-            self._errors.append(error)
+            for index in indices:
+                self._failed(node, index, error)
+
+    def _failed(self, node: str, index: int, error: KVCommError) -> None:
+        """Nothing was changed by an owner that is unavailable: another one may be asked."""
+        if isinstance(error, Unavailable):
+            self._tried.setdefault(index, set()).add(node)
+            self._trouble[index] = f"; {node}: {error.message}"
+            self._todo.append(index)
+        else:
+            self._problems[index] = error
 
     def _place_again(self, indices: list[int]) -> None:
         for index in indices:
             if index in self._stale:
-                self._errors.append(Unavailable("the ring changed twice during one request; try again"))
+                self._problems[index] = Unavailable("the ring changed twice during one request; try again")
             else:
                 self._stale.add(index)
                 self._tried.pop(index, None)
                 self._todo.append(index)
-
-    def _verdict(self) -> KVCommError:
-        """An unknown outcome is the worst; and "nothing was changed" must not be said of a batch that was
-        done in part."""
-        for error in self._errors:
-            if isinstance(error, OutcomeUnknown):
-                return error
-        if self._done_count and isinstance(self._errors[0], Unavailable) and any(self._batch.sizes):
-            return OutcomeUnknown(
-                f"{self._done_count} writes were done; of the others: {self._errors[0].message}"
-            )
-        return self._errors[0]

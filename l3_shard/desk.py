@@ -56,6 +56,8 @@ class Desk:
     def __init__(self, limits: ShardLimits, tickets: Iterator[int]) -> None:
         self.limits = limits
         self.now = 0.0
+        self.arrived_at: float | None = None
+        """When the request being begun came, if that was before ``now``."""
         self.refused_count = 0
         self._tickets = tickets
         self._effects: list[Effect] = []
@@ -77,7 +79,8 @@ class Desk:
             raise Refused(
                 f"busy: {self._open_count} requests are open, {self._held_bytes} bytes held; slow down"
             )
-        request = Request(origin, self.now + self.limits.request_timeout_s, held_bytes, _nothing)
+        arrived_at = self.now if self.arrived_at is None else self.arrived_at
+        request = Request(origin, arrived_at + self.limits.request_timeout_s, held_bytes, _nothing)
         self._open_count += 1
         self._held_bytes += held_bytes
         heapq.heappush(self._deadlines, (request.deadline, next(self._tickets), request))

@@ -91,14 +91,7 @@ def put(
         replicas wrote it.
     """
     seen = VersionVector.from_wire(state.context)
-    last = max(seen.counter(replica), floor)
-    if context.counter(replica) > last:
-        raise Conflict("the context was not read from this record; read the record and put with its context")
-    if last == COUNTER_MAX:
-        raise Conflict(
-            "a context with an impossible counter was written to this record; delete or abandon it"
-        )
-    dot = Dot(replica, last + 1)
+    dot = next_dot(seen, replica, context, floor)
     kept = [
         sibling
         for sibling in state.siblings
@@ -111,6 +104,22 @@ def put(
     unseen = [sibling.value for sibling in kept if sibling.replica == replica]
     handed = context if unseen else context.including(dot)
     return Written(after, dot, handed.to_wire(), bool(unseen) and value not in unseen)
+
+
+def next_dot(seen: VersionVector, replica: str, context: VersionVector, floor: int = 0) -> Dot:
+    """The dot that :func:`put` gives a write of a record that has ``seen``.
+
+    Raises:
+        Conflict: ``context`` cannot come from this record.
+    """
+    last = max(seen.counter(replica), floor)
+    if context.counter(replica) > last:
+        raise Conflict("the context was not read from this record; read the record and put with its context")
+    if last == COUNTER_MAX:
+        raise Conflict(
+            "a context with an impossible counter was written to this record; delete or abandon it"
+        )
+    return Dot(replica, last + 1)
 
 
 def merge(one: RecordState, two: RecordState) -> RecordState:
@@ -153,6 +162,11 @@ def presented(state: RecordState) -> RecordState:
 def alive(state: RecordState) -> bool:
     """Whether a reader finds a value."""
     return any(sibling.value is not None for sibling in state.siblings)
+
+
+def living_values(state: RecordState) -> list[bytes]:
+    """Values of the siblings that are no deletes, in the order of the dots."""
+    return [sibling.value for sibling in state.siblings if sibling.value is not None]
 
 
 def value_bytes(state: RecordState) -> int:

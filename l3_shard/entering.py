@@ -211,6 +211,10 @@ class Entering:
         """The database has a past under another member id."""
         self._peers: dict[str, _Peer] = {}
         self._storing = False
+        self._news = True
+        """Whether something was heard or stored since :meth:`_go_on`: it looks at the whole ring, which is
+        too much for every request of a busy shard."""
+        self._looked_epoch = -1
         self._listings: dict[Ticket, _Listing] = {}
 
     @property
@@ -227,6 +231,10 @@ class Entering:
         """The configuration as it travels in the detail of a failure."""
         assert self.configuration is not None, "a voter has one"
         return encode(self.configuration.to_message(self._ring().epoch, self.floor))
+
+    def hear_of(self, configuration: Configuration) -> None:
+        """A voter's, while we are none: its shards are worth asking."""
+        self.heard_of, self._news = configuration, True
 
     # -- what else the membership keeps
 
@@ -271,8 +279,14 @@ class Entering:
         if self._state == "new":
             self._state = "loading"
             self._lines.read(MEMBERSHIP_KEY, self._loaded)
-        elif self._state in ("stranger", "candidate") and not self._storing:
+        elif self._state in ("stranger", "candidate") and not self._storing and self._worth_a_look():
             self._go_on()
+
+    def _worth_a_look(self) -> bool:
+        due, epoch = self.deadline(), self._ring().epoch
+        worth = self._news or epoch != self._looked_epoch or (due is not None and due <= self._desk.now)
+        self._news, self._looked_epoch = False, epoch
+        return worth
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
@@ -286,6 +300,7 @@ class Entering:
     def _loaded(self, local: Local[StrongState]) -> None:
         """A membership that cannot be read now is not ours to guess: we stay out.  One whose bytes are
         damaged is lost, like the rest of a lost database."""
+        self._news = True
         if local.failure:
             self._state = "failed"
             return
@@ -369,7 +384,7 @@ class Entering:
         self._desk.ask(node, message, partial(self._told, node, peer, self._number))
 
     def _told(self, node: str, peer: _Peer, number: int, answer: Message) -> None:
-        peer.busy = False
+        peer.busy, self._news = False, True
         if not isinstance(answer, StrongListed):
             self._refused(answer)
             return
@@ -409,7 +424,7 @@ class Entering:
                 page_is_over()
 
         def page_is_over() -> None:
-            peer.busy = False
+            peer.busy, self._news = False, True
             if failed:
                 return  # asked again, for the same page
             peer.asked_at = float("-inf")
@@ -435,6 +450,7 @@ class Entering:
         written: tuple[tuple[int, ...], bytes, int] = self._durable
 
         def stored(error: KVCommError | None) -> None:
+            self._news = True
             if error is None:
                 self._durable = written
             if then is not None:

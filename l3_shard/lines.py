@@ -65,6 +65,19 @@ DAMAGED_MAX = 65_536
 """Damaged records remembered; over it they are forgotten, and found once more."""
 
 
+class _Same(Generic[S]):
+    """A ``Change`` that changes nothing."""
+
+    def apply(self, state: S) -> S:
+        return state
+
+    def durable(self, state: S) -> None:
+        """Nobody waits for it."""
+
+    def failed(self, error: KVCommError) -> None:
+        """The disk is full or cannot be read: the next pass asks again."""
+
+
 @dataclass(eq=False, slots=True)
 class _Line(Generic[S]):
     written: S
@@ -156,6 +169,8 @@ class Lines(Generic[S]):
         self._loads: dict[Ticket, tuple[bytes, ...]] = {}
         self._persists: dict[Ticket, tuple[bytes, ...]] = {}
         self._damaged: set[bytes] = set()  # found so, and not mended since, whatever was written over it
+        self._overwritten: set[bytes] = set()  # of them; their new bytes may be damaged in their turn
+        self._to_rewrite: set[bytes] = set()  # to be persisted although nothing changed
 
     def known(self, key: bytes) -> S | None:
         """The durable state, if it is here."""
@@ -198,13 +213,12 @@ class Lines(Generic[S]):
         return True
 
     def loaded(self, event: Loaded[S]) -> list[bytes]:
-        """Storage answered a ``Load``; the damaged records that were not known to be."""
+        """Storage answered a ``Load``; the damaged records that were not known to be.  One that was known is
+        news again if it had been written since: what was written is lost too."""
         keys = self._loads.pop(event.ticket)
         damaged = set(event.damaged)
-        found = [key for key in event.damaged if key not in self._damaged]
-        if len(self._damaged) + len(found) > DAMAGED_MAX:
-            self._damaged.clear()
-        self._damaged.update(found)
+        found = [key for key in event.damaged if self._is_news(key)]
+        self._note_damage(found)
         states = event.states if not event.failure else (None,) * len(keys)
         for key, state in zip(keys, states, strict=True):
             line = self._lines[key]
@@ -229,12 +243,15 @@ class Lines(Generic[S]):
             if event.outcome == "durable":
                 if mended:
                     self._damaged.discard(key)
+                    self._overwritten.discard(key)
                 line.local = Local(line.written, key in self._damaged)
+                if line.local.damaged:
+                    self._overwritten.add(key)
             for change in changes:
                 if event.outcome == "durable":
                     change.durable(line.written)
                 else:
-                    change.failed(Unavailable(f"the shard's disk is full, nothing was written: {event.text}"))
+                    change.failed(Unavailable(f"the disk is full, nothing was written: {event.text}"))
             if line.waiting:
                 self._to_apply[key] = None
             self._forget(key, line)
@@ -243,9 +260,45 @@ class Lines(Generic[S]):
     def mend(self, key: bytes) -> None:
         """What a damaged record may have held is in our copy again: its word counts."""
         self._damaged.discard(key)
+        self._overwritten.discard(key)
         line = self._lines.get(key)
         if line is not None and line.local is not None and line.local.damaged:
             line.local = Local(line.local.state)
+
+    def rewrite(self, key: bytes) -> None:
+        """Persist the record as it is: what lies on the disk beside or in place of it is wrong."""
+        line = self._line(key)
+        if not line.writing:  # else that write does it
+            self._to_rewrite.add(key)
+            line.waiting.append(_Same())
+            if line.local is not None:
+                self._to_apply[key] = None
+
+    def lose(self, key: bytes) -> bool:
+        """The record is not on the disk, though it was written; whether that is news.  From now on it counts
+        as damaged."""
+        line = self._lines.get(key)
+        if not self._is_news(key) or (line is not None and (line.local is None or line.writing)):
+            return False
+        self._note_damage([key])
+        self._recent.take(key)
+        if line is not None and line.local is not None:
+            line.local = Local(line.local.state, damaged=True, failure=line.local.failure)
+        return True
+
+    def _is_news(self, key: bytes) -> bool:
+        return key not in self._damaged or key in self._overwritten
+
+    def _note_damage(self, keys: list[bytes]) -> None:
+        if len(self._damaged) + len(keys) > DAMAGED_MAX:
+            self._damaged.clear()
+            self._overwritten.clear()
+        self._damaged.update(keys)
+        self._overwritten.difference_update(keys)
+
+    def damaged(self) -> list[bytes]:
+        """Records that were found damaged and are not whole again yet, in order."""
+        return sorted(self._damaged)
 
     def awaits(self, ticket: Ticket) -> bool:
         """Whether the answer to this ``Load`` or ``Persist`` is for us."""
@@ -281,12 +334,13 @@ class Lines(Generic[S]):
             line = self._lines.get(key)
             if line is None or line.writing:
                 continue
-            if self._apply_line(line):
+            if self._apply_line(line, key in self._to_rewrite):
                 writes.append((key, line.written))
+            self._to_rewrite.discard(key)
             self._forget(key, line)
         return tuple(writes)
 
-    def _apply_line(self, line: _Line[S]) -> bool:
+    def _apply_line(self, line: _Line[S], rewrites: bool) -> bool:
         """Apply what waits; whether there is something to persist."""
         assert line.local is not None
         changes, line.waiting = line.waiting, deque()
@@ -310,7 +364,7 @@ class Lines(Generic[S]):
                 change.failed(error)
             else:
                 accepted.append(change)
-        if not accepted or (state == line.local.state and not line.local.damaged):
+        if not accepted or (state == line.local.state and not line.local.damaged and not rewrites):
             line.mending = None
             for change in accepted:
                 change.durable(state)
@@ -351,6 +405,8 @@ class Lines(Generic[S]):
             assert len(line.waiting) <= self._changes_max
             assert line.local is None or not line.idle, f"line {key!r} is kept for nobody"
             assert key not in self._recent, f"{key!r} is both in use and not"
+        assert self._overwritten <= self._damaged
+        assert self._to_rewrite <= self._lines.keys(), "a record is to be written anew and not in use"
         self._recent.check()
         assert set(persisting) <= self._lines.keys() and loading <= self._lines.keys()
 

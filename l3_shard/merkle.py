@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -55,7 +56,7 @@ class MerkleTree:
     """Digests of one set of records; 560 KiB, whatever it stands for.  A new one stands for no records."""
 
     def __init__(self) -> None:
-        self._levels = [_empty_level(depth) for depth in range(DEPTH + 1)]
+        self._levels = [level[:] for level in _empty_levels()]
         self._stale: set[int] = set()  # nodes of depth DEPTH - 1 with a leaf that changed
 
     @property
@@ -139,12 +140,13 @@ def leaf_digest(digests: Iterable[int]) -> int:
     return sum(digests) & DIGEST_MASK
 
 
-def _empty_level(depth: int) -> array[int]:
-    """As hashing would make it, without hashing 4,369 times."""
-    digest = 0
-    for _ in range(DEPTH - depth):
-        digest = _hash(array("Q", [digest] * FAN_OUT))
-    return array("Q", [digest] * FAN_OUT**depth)
+@cache
+def _empty_levels() -> list[array[int]]:
+    """As hashing would make them, without hashing 4,369 times."""
+    digests = [0]
+    for _ in range(DEPTH):
+        digests.insert(0, _hash(array("Q", [digests[0]] * FAN_OUT)))
+    return [array("Q", [digest]) * FAN_OUT**depth for depth, digest in enumerate(digests)]
 
 
 def _hash(digests: array[int]) -> int:

@@ -27,9 +27,9 @@ versions of their last rounds.  In the next round the proposal looks for its ear
 * the versions do not reach back so far, or the record may have been deleted and removed since (``floor``):
   nobody can tell, and ``outcome_unknown`` is the truth.
 
-**What did not change is confirmed too.**  A failed ``cas`` tells its caller a version; until a quorum has
-accepted it, it may still vanish.  An accept of the unchanged register keeps its version, so a read never
-makes somebody's ``cas`` fail.
+**What did not change is confirmed too.**  A failed or fenced change tells its caller a version; until a
+quorum has accepted it, it may still vanish.  An accept of the unchanged register keeps its version, so a read
+never makes somebody's ``cas`` fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcomm.errors import Conflict, Corrupt, OutcomeUnknown, Unavailable
+from kvcomm.errors import Conflict, Corrupt, Fenced, OutcomeUnknown, Unavailable
 from kvcomm.wire.messages import (
     Failure,
     Message,
@@ -280,7 +280,7 @@ class Proposal:
                 state, step = after, step + 1
                 self._made.add(index)
         if step:
-            state = acceptor.changed(register, state.version, state.value)
+            state = acceptor.changed(register, state.version, state.value, state.fence)
         return tuple(outcomes), state
 
     def _accepted(self) -> Step:
@@ -296,17 +296,27 @@ class Proposal:
 def apply(
     order: StrongOrder, register: StrongRegister, version: bytes
 ) -> tuple[StrongOutcome, StrongRegister]:
-    """What ``order`` makes of a register, and what its caller is told if that is accepted."""
+    """What ``order`` makes of a register, and what its caller is told if that is accepted.
+
+    The fence stands in the register, so it is a majority that refuses the change of an earlier lease epoch,
+    whatever the shard that coordinates it remembers.  A record that was ever changed under a lease takes no
+    change without one: who writes past the lease does not know that there is one.
+    """
     match order.op:
+        case "put" | "cas" | "delete" if order.fence < register.fence:
+            text = (
+                f"the record was changed under lease epoch {register.fence}, this is {order.fence or 'none'}"
+            )
+            return _found(Fenced.code, register, text), register
         case "cas" if not _expected(order, register):
             text = "the record has another version than the one named; read it and decide again"
-            return StrongOutcome(Conflict.code, register.version, register.value, text), register
+            return _found(Conflict.code, register, text), register
         case "put" | "cas" | "delete":
             value = None if order.op == "delete" else order.value
-            if value is None and register.value is None:
+            if value is None and register.value is None and order.fence == register.fence:
                 return _done(register), register  # nothing to delete
-            after = acceptor.changed(register, version, value)
-            return StrongOutcome("", after.version, None), after
+            after = acceptor.changed(register, version, value, order.fence)
+            return StrongOutcome("", after.version, None, fence=after.fence), after
     return _done(register), register
 
 
@@ -325,7 +335,11 @@ def _reaches_back(register: StrongRegister, ballot: bytes, floor: bytes) -> bool
 
 
 def _done(register: StrongRegister) -> StrongOutcome:
-    return StrongOutcome("", register.version, register.value)
+    return _found("", register)
+
+
+def _found(code: str, register: StrongRegister, text: str = "") -> StrongOutcome:
+    return StrongOutcome(code, register.version, register.value, text, register.fence)
 
 
 def _failed(code: str, text: str) -> StrongOutcome:

@@ -5,6 +5,10 @@ With a read quorum of 1 nobody else is asked, unless our own copy is damaged, un
 whose disk was replaced has none of what it acknowledged, so what it lacks is looked for where every write
 quorum has left a copy.  When too few answer in time, what there is goes out marked ``degraded``.  Whatever an
 answer teaches us is merged into our own copy.
+
+A caller may say what the answer must have seen at least (read your writes, monotonic reads).  Where our copy
+has not, the others are asked too, and all of them are waited for if need be.  If every replica has answered
+and nobody has seen it, it is gone everywhere: the record was deleted, and its tombstone removed.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from typing import NamedTuple
 
 from kvcomm.errors import Corrupt, KVCommError, TooLarge, Unavailable
 from kvcomm.machine import Origin
-from kvcomm.wire.messages import Message, RecordFetch, RecordState, RecordStates
+from kvcomm.wire.messages import Dots, Message, RecordFetch, RecordState, RecordStates
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
+
+NOTHING: Dots = {}
 
 
 class Query(NamedTuple):
@@ -35,6 +41,8 @@ class Query(NamedTuple):
     witness: bool = True
     """Whether our own word counts as one: not while a new store has yet to learn what its predecessor
     knew."""
+    least: Dots = NOTHING
+    """What the caller has seen or written already: an answer that has not is never given silently."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +67,16 @@ class _Record:
     outstanding: int = 1
     """Answers that may still come, our own first."""
     decided: bool = False
+
+    @property
+    def covered(self) -> bool:
+        return covers(self.state.context, self.query.least)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether somebody may know more."""
+        everybody = 1 + len(self.query.others)
+        return self.answer_count < self.need or (not self.covered and self.answer_count < everybody)
 
 
 class Reading:
@@ -104,6 +122,8 @@ class Reading:
             state = self._lines.known(query.key) if query.need <= 1 and query.witness else None
             if state is None or not (state.context or query.wide <= 1):
                 return None
+            if query.least and not covers(state.context, query.least):
+                return None
             states.append(state)
         return states
 
@@ -128,8 +148,9 @@ class Reading:
             self._learn(record, local.state, counts=record.query.witness and not local.damaged)
         if record.own is None or not record.own.context or not record.query.witness:
             record.need = max(record.need, record.query.wide)
-            if not record.asked and not record.decided:
-                self._ask(record.get, [record])
+        lacking = record.answer_count < record.need or not record.covered
+        if lacking and not record.asked and not record.decided:
+            self._ask(record.get, [record])
         self._settle(record)
 
     def _answered(self, records: list[_Record], answer: Message) -> None:
@@ -157,7 +178,8 @@ class Reading:
             record.answer_count += counts
 
     def _settle(self, record: _Record) -> None:
-        if not record.decided and (record.answer_count >= record.need or not record.outstanding):
+        enough = record.answer_count >= record.need and record.covered
+        if not record.decided and (enough or not record.outstanding):
             self._decide(record)
 
     def _decide(self, record: _Record) -> None:
@@ -182,7 +204,7 @@ class Reading:
     def _verdict(self, get: _Get) -> Message | KVCommError:
         if not all(record.answer_count or record.state.context for record in get.records):
             return Unavailable("no replica could read the record; retry later")
-        degraded = any(record.answer_count < record.need for record in get.records)
+        degraded = any(record.degraded for record in get.records)
         return self._answer([record.state for record in get.records], degraded)
 
     def _answer(self, found: Sequence[RecordState], degraded: bool) -> Message | KVCommError:
@@ -192,6 +214,11 @@ class Reading:
             return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")
         self.degraded_count += degraded
         return RecordStates(states, degraded)
+
+
+def covers(context: Dots, least: Dots) -> bool:
+    """Whether ``context`` has seen everything that ``least`` has."""
+    return all(context.get(replica, 0) >= counter for replica, counter in least.items())
 
 
 def is_sound(state: RecordState) -> bool:

@@ -77,7 +77,7 @@ class _Remove:
     removed: bool = False
 
     def apply(self, state: StrongState) -> StrongState:
-        held = state.accepted == self.accepted and acceptor.is_tombstone(state)
+        held = state.accepted == self.accepted and _may_go(state)
         self.removed = held and state.promised <= self.membership.floor
         return acceptor.EMPTY if self.removed else state
 
@@ -193,7 +193,7 @@ class Removing:
         self._read_all(cases)
 
     def _looked(self, key: bytes, cases: list[_Case], local: Local[StrongState]) -> None:
-        if not local.damaged and not local.failure and acceptor.is_tombstone(local.state):
+        if not local.damaged and not local.failure and _may_go(local.state):
             try:
                 cases.append(_Case(key, self._quorum(key)))
             except KVCommError:
@@ -350,7 +350,7 @@ class Removing:
         return True
 
     def _look(self, key: bytes, local: Local[StrongState]) -> None:
-        if not local.damaged and not local.failure and acceptor.is_tombstone(local.state):
+        if not local.damaged and not local.failure and _may_go(local.state):
             self._notice(key, 0.0)
 
     # -- looking inside
@@ -360,6 +360,12 @@ class Removing:
         return f"{len(self._due)} deleted records wait, {self.removed_count} were removed"
 
 
+def _may_go(state: StrongState) -> bool:
+    """Whether this is all that is left of a record.  One that was changed under a lease keeps the lease's
+    epoch, below which nobody may ever change it again."""
+    return acceptor.is_tombstone(state) and not state.register.fence
+
+
 def verdict(case: _Case) -> str:
     """``remove``; ``confirm``: some owner is behind; ``later``: not all answered; ``drop``: it has a value
     again, or is gone."""
@@ -367,7 +373,7 @@ def verdict(case: _Case) -> str:
     newest = max((state for state in case.states.values()), key=lambda state: state.accepted, default=None)
     if newest is None or len(counted(case.standings)) < len(nodes):
         return "later"
-    if not acceptor.is_tombstone(newest):
+    if not _may_go(newest):
         return "drop"
     if all(_is_over(state, newest.accepted) for state in case.states.values()):
         return "remove"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from xxhash import xxh3_64_intdigest
@@ -48,6 +48,7 @@ from l3_shard.lines import Lines
 from l3_shard.merkle import DEPTH, FAN_OUT, LEAVES
 from l3_shard.notes import Notes
 from l3_shard.ring import NO_RING, Ring
+from l3_shard.scrub import ScrubOptions
 from l3_shard.storage import Entry
 from l3_shard.timers import Timers
 from l3_shard.tombstones import Burial, Forget
@@ -70,6 +71,7 @@ class RepairOptions:
     """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
     retry_min_s: float = 0.2
     retry_max_s: float = 2.0
+    scrub: ScrubOptions = field(default_factory=ScrubOptions)
 
     def __post_init__(self) -> None:
         if not self.hint_age_s < self.tombstone_age_s:
@@ -125,6 +127,7 @@ class Repair:
         refused: hears every answer that was none.
         last_counter: the largest counter of our own replica id in some states.
         caught_up: hears that :attr:`caught_up` has become true.
+        recover: asks the other replicas again for what is damaged here.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
 
@@ -143,6 +146,7 @@ class Repair:
         refused: Callable[[Message], None],
         last_counter: Callable[[Sequence[RecordState]], int],
         caught_up: Callable[[], None],
+        recover: Callable[[], None],
         stored: Mapping[bytes, bytes],
     ) -> None:
         self.caught_up = CAUGHT_UP in stored
@@ -153,7 +157,7 @@ class Repair:
         self._node, self._options = node, options
         self._desk, self._lines, self._notes, self._timers = desk, lines, notes, timers
         self._ring, self._replicas, self._wall_ms, self._refused = ring, replicas, wall_ms, refused
-        self._last_counter, self._tell_caught_up = last_counter, caught_up
+        self._last_counter, self._tell_caught_up, self._recover = last_counter, caught_up, recover
         self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
         self._removed_count = 0
@@ -316,7 +320,8 @@ class Repair:
     # -- what goes on now and then
 
     def _tidy(self) -> None:
-        """Give up old hints, bury old tombstones."""
+        """Give up old hints, try again to mend what is damaged, bury old tombstones."""
+        self._recover()
         self.hints.expire(self._wall_ms())
         if self._burial is None and self._placement == self._placed and self._node in self._ring():
             before_ms = self._wall_ms() - int(self._options.tombstone_age_s * 1_000)

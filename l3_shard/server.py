@@ -13,27 +13,41 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvcomm.block import Incarnation
 from kvcomm.blockservice import BlockService, no_region
-from kvcomm.blockstore import BlockStore, StoreUsage
+from kvcomm.blockstore import BlockStore, Depot, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
-from kvcomm.errors import KVCommError, StaleEpoch
+from kvcomm.errors import KVCommError, Refused, StaleEpoch, Unavailable
 from kvcomm.machine import ConnectionId, Effect, Origin, Tick
 from kvcomm.metrics import Histogram
 from kvcomm.rpc import Identity
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
-from kvcomm.wire.messages import BlockGet, BlockLookup, BlockPut, Message, RingMap, RingNode
+from kvcomm.validators import Validators
+from kvcomm.wire.messages import (
+    BlockGet,
+    BlockHeld,
+    BlockHoldings,
+    BlockLookup,
+    BlockPut,
+    Message,
+    RingMap,
+    RingNode,
+)
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
+from l3_shard.refill import held
+from l3_shard.refilling import RefillCounts, Refilling, RefillOptions
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
+from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
-from l3_shard.storage import Load, Persist, Scan
-from l3_shard.store import Fsync, RecordStore
+from l3_shard.storage import Audit, Database, Load, Persist, Scan
+from l3_shard.store import DiskFailed, Fsync, RecordStore
 from l3_shard.strong import StrongCounts, StrongIdentity
 
 WALL_INTERVAL_S = 60.0
@@ -59,6 +73,8 @@ class ShardOptions:
     limits: ShardLimits = field(default_factory=ShardLimits)
     connect_timeout_s: float = 1.0
     repair: RepairOptions = field(default_factory=RepairOptions)
+    validators: Validators = field(default_factory=Validators)
+    refill: RefillOptions = field(default_factory=RefillOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,9 @@ class RunningShard:
     counts: Callable[[], ShardCounts]
     repair_counts: Callable[[], RepairCounts]
     strong_counts: Callable[[], StrongCounts]
+    refill_counts: Callable[[], RefillCounts]
+    scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
+    damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
     story: Callable[[bytes], str]
@@ -96,6 +115,7 @@ async def run_shard(
     addresses: Sequence[str],
     options: ShardOptions,
     blocks: BlockStore,
+    disk: Depot | None = None,
     stop: asyncio.Event,
     ready: Callable[[RunningShard], None] = lambda shard: None,
     region: Callable[[bytes], str] = no_region,
@@ -107,6 +127,7 @@ async def run_shard(
 
     Args:
         blocks: where the copies are; owned by the caller, ticked here.
+        disk: beneath them, if there is one; owned by the caller.
         ready: called once, when the shard can be used.
         region: path of the shared-memory region with a tenant's blocks, or "".
         dial: where to call another shard.
@@ -136,16 +157,18 @@ async def run_shard(
             repair=options.repair,
             notes=store.notes(),
             strong=StrongIdentity(strong_store.replica, incarnation, random.random),
+            validators=options.validators,
         )
     except BaseException:
         store.close()
         strong_store.close()
         raise
     identity = Identity(credentials.token(NODE_TENANT), incarnation)
-    process = _Process(machine, store, strong_store, blocks, options, identity, dial, stop, clock)
-    service = BlockService(blocks, clock, region=region, epoch=process.epoch)
+    process = _Process(machine, store, strong_store, blocks, disk, options, identity, dial, stop, clock)
+    cluster = credentials.tenant_digest(NODE_TENANT)
+    service = BlockService(blocks, clock, region=region, epoch=process.epoch, depot=disk, cluster=cluster)
     server = DataServer(
-        ShardService(machine, process.runtime, service),
+        ShardService(machine, process.runtime, service, partial(_held, machine, blocks, disk, cluster)),
         node=node,
         role="shard",
         instance=instance,
@@ -157,9 +180,29 @@ async def run_shard(
         await process.tick_until_stopped()
     finally:
         await server.close()
-        await process.close()
+        try:
+            await process.close()
+        except DiskFailed:
+            if not process.reason:
+                raise  # else it is the same failure once more, and less than what we know
     if process.reason:
         raise ShardStopped(process.reason)
+
+
+def _held(
+    machine: Shard,
+    blocks: BlockStore,
+    disk: Depot | None,
+    cluster: bytes,
+    origin: Origin,
+    asked: BlockHoldings,
+) -> BlockHeld:
+    """Only the cluster's own nodes are told which blocks of all tenants there are."""
+    if origin.tenant != cluster:
+        raise Refused("only the cluster's own nodes ask for blocks by their owners")
+    if asked.epoch > machine.ring.epoch:
+        raise Unavailable(f"epoch {asked.epoch} is not known here yet; ask again")
+    return held(asked, machine.ring, blocks, disk)
 
 
 def _open_strong(options: ShardOptions) -> RecordStore:
@@ -179,6 +222,7 @@ class _Process:
         store: RecordStore,
         strong_store: RecordStore,
         blocks: BlockStore,
+        disk: Depot | None,
         options: ShardOptions,
         identity: Identity,
         dial: Callable[[RingNode], str],
@@ -205,7 +249,20 @@ class _Process:
         )
         self._commits = Commits(store, self.runtime.deliver, self._end, clock)
         self._strong_commits = Commits(strong_store, self.runtime.deliver, self._end, clock)
-        self._tasks = [asyncio.create_task(self._follow_wall())]
+        self._refilling = Refilling(
+            machine.node,
+            options.refill,
+            blocks,
+            disk,
+            self._peers,
+            ring=lambda: machine.ring,
+            resolve=lambda node: dial(machine.ring.shard(node)),
+            clock=clock,
+        )
+        self._tasks = [
+            asyncio.create_task(self._follow_wall()),
+            asyncio.create_task(self._refill()),
+        ]
         self.runtime.deliver(Tick())  # the machine reads its membership and begins to repair
         if options.fsync == "interval":
             self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
@@ -223,6 +280,9 @@ class _Process:
             counts=self._machine.counts,
             repair_counts=self._repair_counts,
             strong_counts=self._machine.strong_counts,
+            refill_counts=lambda: self._refilling.counts,
+            scrub_counts=self._machine.scrub_counts,
+            damaged_now=self._machine.damaged_now,
             usage=self._blocks.usage,
             story=self._machine.story,
             record_count=self._store.record_count,
@@ -264,7 +324,7 @@ class _Process:
             await self._strong_commits.close()
 
     def _perform(self, effect: Effect) -> None:
-        strong = isinstance(effect, Load | Persist | Scan) and effect.database == "strong"
+        strong = isinstance(effect, Load | Persist | Scan | Audit) and effect.database == "strong"
         (self._strong_commits if strong else self._commits).perform(effect)
 
     def _end(self, reason: str) -> None:
@@ -273,7 +333,16 @@ class _Process:
 
     def _adopt(self, ring_map: RingMap) -> int:
         self.runtime.deliver(RingChanged(ring_map))
+        self._refilling.ring_changed()
         return self.epoch()
+
+    async def _refill(self) -> None:
+        """A bug in it must not stay unheard, nor leave the shard serving with fewer and fewer copies."""
+        try:
+            await self._refilling.run()
+        except Exception as error:
+            self._end(f"refilling broke: {error!r}")
+            raise
 
     async def _follow_wall(self) -> None:
         while True:
@@ -284,8 +353,14 @@ class _Process:
 class ShardService:
     """A ``kvcomm.serve.Service``: blocks to the block service, everything else to the machine."""
 
-    def __init__(self, machine: Shard, runtime: Runtime, blocks: BlockService) -> None:
-        self._machine, self._runtime, self._blocks = machine, runtime, blocks
+    def __init__(
+        self,
+        machine: Shard,
+        runtime: Runtime,
+        blocks: BlockService,
+        held: Callable[[Origin, BlockHoldings], BlockHeld],
+    ) -> None:
+        self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
 
     def welcome(self, origin: Origin) -> tuple[str, int]:
         return self._blocks.welcome(origin)
@@ -297,6 +372,10 @@ class ShardService:
     def handle(
         self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
     ) -> None:
+        if isinstance(message, BlockHoldings):
+            self._check_epoch(message)
+            reply(self._held(origin, message))
+            return
         if not self._blocks.answers(message):
             self._runtime.received(origin, message, reply)
             return
@@ -312,7 +391,7 @@ class ShardService:
         """A caller with an old map learns the new one; one with a newer map than ours is served, blocks are
         immutable."""
         if (
-            isinstance(message, BlockGet | BlockPut | BlockLookup)
+            isinstance(message, BlockGet | BlockPut | BlockLookup | BlockHoldings)
             and message.epoch < self._machine.ring.epoch
         ):
             ring = self._machine.ring

@@ -274,7 +274,7 @@ class Settling:
             Corrupt: it is no configuration.
         """
         if not self._membership.votes:
-            self._membership.heard_of = self._membership.configuration_of(message.settled, message.pending)
+            self._membership.hear_of(self._membership.configuration_of(message.settled, message.pending))
             raise Unavailable(f"{self._node} does not vote on strong records (yet)")
         if message.floor != NO_BALLOT:
             counter_of(message.floor)

@@ -41,10 +41,13 @@ from functools import partial
 from itertools import count
 
 from kvcomm.clock import ClockDrift, HybridClock, Stamp
-from kvcomm.errors import Corrupt, KVCommError, Refused, StaleEpoch, TooLarge, Unavailable
-from kvcomm.machine import Answered, Effect, Event, Origin, Received, Stop, Ticket
+from kvcomm.errors import Corrupt, KVCommError, Refused, Rejected, StaleEpoch, TooLarge, Unavailable
+from kvcomm.machine import Answered, Effect, Event, Origin, Received, Resumed, Stop, Ticket
+from kvcomm.resolvers import resolver_of
+from kvcomm.validators import Validators
 from kvcomm.version import Dot, VersionError, VersionVector
 from kvcomm.wire.messages import (
+    FENCE_MAX,
     KEYS_MAX,
     VALUE_BYTES_MAX,
     Done,
@@ -80,10 +83,13 @@ from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
+from l3_shard.recheck import Recheck
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
+from l3_shard.resolving import resolve
 from l3_shard.ring import NO_RING, Ring, RingError, decode_map, encode_map
-from l3_shard.storage import Loaded, Persisted, Scan, Scanned, Surveyed
+from l3_shard.scrub import Scrub, ScrubCounts, ScrubOptions
+from l3_shard.storage import Audited, Database, Loaded, Persisted, Scan, Scanned, Surveyed, Swept
 from l3_shard.strong import Strong, StrongCounts, StrongIdentity
 from l3_shard.timers import Timers
 from l3_shard.tombstones import dead_since
@@ -96,6 +102,8 @@ RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
 RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
+RECOVER_AT_ONCE = 256
+"""Records that are asked for again together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +144,8 @@ class ShardCounts:
     """States read for one record that cannot both be: some replica lost its state and kept its id."""
     drift_count: int
     """Stamps too far ahead of our wall clock to follow."""
+    rejected_count: int
+    """Writes that broke a rule."""
 
 
 @dataclass(eq=False, slots=True)
@@ -203,6 +213,7 @@ class Shard:
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
+        validators: what the values of writes are held against.
 
     Raises:
         RingError: the map contradicts itself.
@@ -220,6 +231,7 @@ class Shard:
         repair: RepairOptions | None = None,
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
+        validators: Validators | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -228,6 +240,7 @@ class Shard:
         self._origin_ms = origin_ms
         self._clock = HybridClock()
         self._limits = limits or ShardLimits()
+        self._validators = validators or Validators()
         tickets: Iterator[int] = count(1)
         self._desk = Desk(self._limits, tickets)
         self._lines = Lines(
@@ -247,11 +260,22 @@ class Shard:
         self._scans: dict[Ticket, _Scan] = {}
         self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
         self._timers = Timers(tickets)
+        self._recheck = Recheck(
+            node,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            adopt=self._adopt,
+            serve=self._serve_held,
+        )
         self._notes = Notes(self._desk)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
+        self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
+        self._recovered_last = b""
         self._stopped = False
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
+        self._rejected_count = 0
 
     def _make_repair(self, options: RepairOptions, notes: Mapping[bytes, bytes]) -> Repair:
         return Repair(
@@ -267,8 +291,38 @@ class Shard:
             refused=self._refused,
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
+            recover=self._recover_again,
             stored=notes,
         )
+
+    def _make_scrubs(self, options: ScrubOptions, notes: Mapping[bytes, bytes]) -> dict[Database, Scrub]:
+        scrubs: dict[Database, Scrub] = {
+            "records": Scrub(
+                options,
+                self._desk,
+                self._timers,
+                damaged=self._rotten,
+                lost=self._gone,
+                misfiled=self._rewrite,
+                save=self._notes.save,
+                stored=notes,
+            )
+        }
+        if self._strong is not None:
+            scrubs["strong"] = Scrub(
+                options,
+                self._desk,
+                self._timers,
+                database="strong",
+                damaged=self._strong.inspect,
+                lost=self._strong.inspect,
+                misfiled=self._strong.inspect,
+                save=self._notes.save,
+                stored=notes,
+            )
+        for scrub in scrubs.values():
+            self._timers.at(0.0, scrub.start)
+        return scrubs
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide.  After a failed write to the disk the shard orders its end and does nothing more."""
@@ -294,8 +348,16 @@ class Shard:
             case Surveyed():
                 assert self._background is not None, "nobody else orders surveys"
                 self._background.forest.surveyed(event)
+            case Swept():
+                assert self._background is not None, "nobody else orders sweeps"
+                self._background.forest.swept(event)
+            case Audited():
+                took = [scrub.audited(event) for scrub in self._scrubs.values()]
+                assert sum(took) == 1, "nobody else orders audits"
             case Scanned():
                 self._scanned(event)
+            case Resumed():
+                self._recheck.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -341,6 +403,8 @@ class Shard:
 
     def _received(self, origin: Origin, message: Message) -> None:
         try:
+            if origin.tenant != self._node_tenant and self._recheck.holds(origin, message):
+                return
             match message:
                 case RecordGet():
                     self._get(origin, message)
@@ -379,11 +443,21 @@ class Shard:
         except KVCommError as error:
             self._desk.reply(origin, error)
 
+    def _serve_held(self, origin: Origin, message: Message, arrived_at: float) -> None:
+        self._desk.arrived_at = arrived_at
+        self._received(origin, message)
+        self._desk.arrived_at = None
+
     def _get(self, origin: Origin, message: RecordGet) -> None:
         self._check_epoch(message.epoch)
         self._get_count += 1
         tenant = origin.tenant
         queries = [self._query(tenant, key) for key in _checked_keys(message.keys)]
+        if message.least:
+            if len(message.least) != len(queries):
+                raise Refused(f"{len(queries)} keys with {len(message.least)} least contexts")
+            pairs = zip(queries, message.least, strict=True)
+            queries = [query._replace(least=least) if least else query for query, least in pairs]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -421,8 +495,10 @@ class Shard:
         return self._background is None or self._background.caught_up
 
     def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
-        if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
-            raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(write.value)}")
+        size = max(len(write.value or b""), len(write.delta or b""))
+        if size > VALUE_BYTES_MAX:
+            raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {size}")
+        _check_kind(write)
         try:
             context = VersionVector.from_wire(write.context)
             own = None if write.own is None else Dot(*write.own)
@@ -430,7 +506,7 @@ class Shard:
             raise Refused(f"the context is not one that a get or put returned: {error}") from error
         others = self._others(write.key)
         need = min(self.ring.to_map().write_quorum, 1 + len(others))
-        return Draft(tenant + write.key, write.value, context, own, others, need)
+        return Draft(tenant + write.key, write.value, context, own, others, need, write.delta)
 
     def _others(self, key: bytes) -> tuple[str, ...]:
         """The other replicas of a caller's ``key``; raises as :meth:`_replicas`."""
@@ -609,8 +685,10 @@ class Shard:
                 raise TooLarge(f"a record value has at most {VALUE_BYTES_MAX} bytes, got {len(order.value)}")
             if order.op == "put" and order.value is None:
                 raise Refused("a put without a value; delete says what you mean")
+            if not 0 <= order.fence <= FENCE_MAX:
+                raise Refused(f"a fence is a lease epoch from 1 to {FENCE_MAX}, or 0, got {order.fence}")
         orders = [
-            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value)
+            StrongOrder(origin.tenant + order.key, order.op, order.expected, order.value, order.fence)
             for order in message.changes
         ]
         self._strong_run(origin, orders)
@@ -641,14 +719,24 @@ class Shard:
 
     def _accept(self, state: RecordState, draft: Draft) -> dvv.Written:
         """Give a write its dot and stamp."""
-        floor = 0 if self._background is None else self._background.floor
         try:
-            return dvv.put(
-                state, self.replica, self._stamp(state), draft.value, draft.context, draft.own, floor
-            )
+            return self._written(state, draft, draft.key[TENANT_BYTES:])
+        except Rejected:
+            self._rejected_count += 1
+            raise
         except KVCommError:
             self._conflict_count += 1
             raise
+
+    def _written(self, state: RecordState, draft: Draft, name: bytes) -> dvv.Written:
+        floor = 0 if self._background is None else self._background.floor
+        stamp, resolver = self._stamp(state), resolver_of(name)
+        if resolver is not None:
+            check = partial(self._validators.check_change, name)
+            return resolve(resolver, state, self.replica, stamp, draft.delta, draft.context, floor, check)
+        if draft.value is not None:
+            self._validators.check_put(name, draft.value)
+        return dvv.put(state, self.replica, stamp, draft.value, draft.context, draft.own, floor)
 
     def _stamp(self, state: RecordState) -> Stamp:
         wall_ms = self._wall_ms()
@@ -671,9 +759,40 @@ class Shard:
         applied).  Once for each: a record that nobody can repair must not use up an id with every look at it.
         """
         if found := self._lines.loaded(event):
-            self._damaged_count += len(found)
-            self.replica = successor(self.replica)
-            self._recover(found)
+            self._damage(found)
+
+    def _damage(self, found: Sequence[bytes]) -> None:
+        self._damaged_count += len(found)
+        self.replica = successor(self.replica)
+        self._recover(found)
+
+    def _rotten(self, keys: Sequence[bytes]) -> None:
+        """The disk holds other bytes than were written.  What is in memory is intact; what is not is read,
+        and the reader finds it damaged."""
+        for key in keys:
+            if self._lines.known(key) is not None:
+                self._rewrite([key])
+            else:
+                self._lines.read(key, lambda local: None)
+
+    def _gone(self, keys: Sequence[bytes]) -> None:
+        """The disk lacks what was written, and a reader would take it for a record that never was."""
+        known = [key for key in keys if (self._lines.known(key) or dvv.EMPTY).context]
+        self._rewrite(known)
+        if found := [key for key in keys if key not in known and self._lines.lose(key)]:
+            self._damage(found)
+
+    def _rewrite(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._lines.rewrite(key)
+
+    def _recover_again(self) -> None:
+        """Now and then, for what could not be had from enough of the others, a part at a time."""
+        waiting = [key for key in self._lines.damaged() if self._place(key)[1]]
+        rest = [key for key in waiting if key > self._recovered_last] or waiting
+        if part := rest[:RECOVER_AT_ONCE]:
+            self._recovered_last = part[-1]
+            self._recover(part)
 
     def _recover(self, keys: Sequence[bytes]) -> None:
         """Get back from the others what our damaged copies held, whoever came for them: a write or merge puts
@@ -768,11 +887,20 @@ class Shard:
             self._damaged_count,
             self._reading.contradiction_count,
             self._drift_count,
+            self._rejected_count,
         )
 
     def repair_counts(self) -> RepairCounts | None:
         """Of the background repair, if there is one."""
         return None if self._background is None else self._background.counts()
+
+    def scrub_counts(self) -> Mapping[Database, ScrubCounts]:
+        """Of the scrubs, by database; empty without background repair."""
+        return {database: scrub.counts for database, scrub in self._scrubs.items()}
+
+    def damaged_now(self) -> int:
+        """Records that were found damaged and have not been got back."""
+        return len(self._lines.damaged())
 
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
@@ -787,6 +915,7 @@ class Shard:
         """Assert every invariant."""
         self._desk.check()
         self._lines.check()
+        self._recheck.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:
@@ -798,6 +927,15 @@ class Shard:
         place = f"epoch {self.ring.epoch}, owners {owners}"
         strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
         return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
+
+
+def _check_kind(write: RecordWrite) -> None:
+    """A value under a resolved name could not be joined; a delta elsewhere has nothing to be applied by."""
+    resolved = resolver_of(write.key) is not None
+    if resolved and write.value is not None:
+        raise Refused(f"{write.key!r} is changed by deltas, not by values: its siblings are resolved")
+    if not resolved and write.delta is not None:
+        raise Refused(f"{write.key!r} is changed by values, not by deltas: its siblings are shown")
 
 
 def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[bytes]:

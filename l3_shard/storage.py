@@ -94,6 +94,62 @@ class Surveyed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Sweep(Effect):
+    """List the records of all leaves from one on, whole leaves only, until there are so many; answered by
+    :class:`Swept`, and not before other events had their turn.  Costs what is there, not what could be."""
+
+    ticket: Ticket
+    first: int
+    """Leaf."""
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept(Event):
+    ticket: Ticket
+    leaves: tuple[tuple[int, tuple[Entry, ...]], ...]
+    """Those with records, in order."""
+    resume: int | None
+    """The leaf to go on with; ``None`` = there are no more."""
+    failure: str = ""
+    """Not empty: nothing could be read, and why; ``leaves`` is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit(Effect):
+    """Read stored records as they lie on the disk and verify them; answered by :class:`Audited`, and not
+    before other events had their turn.  See ``l3_shard.scrub``."""
+
+    ticket: Ticket
+    resume: bytes
+    """Where to begin: empty, or what the answer before said."""
+    records: int
+    """Look at so many at most."""
+    size_bytes: int
+    """Stop after the record that reaches this size of all together."""
+    database: Database = "records"
+
+
+@dataclass(frozen=True, slots=True)
+class Audited(Event):
+    ticket: Ticket
+    looked_count: int
+    looked_bytes: int
+    total_count: int
+    """What a whole pass looks at, about."""
+    damaged: tuple[bytes, ...]
+    """Keys whose bytes failed verification."""
+    lost: tuple[bytes, ...]
+    """Keys that the index has and the records have not."""
+    misfiled: tuple[bytes, ...]
+    """Keys of sound records about which the index says something else, or nothing."""
+    resume: bytes | None
+    """Where to go on; ``None`` = the pass is over.  Means something to the store only."""
+    failure: str = ""
+    """Not empty: nothing could be read, and why."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scan(Effect):
     """List living records in key order; answered by :class:`Scanned`."""
 

@@ -4,9 +4,10 @@ Layout of the directory::
 
     data.mdb, lock.mdb    LMDB: databases "records" (stored key -> value), "index" (leaf of the Merkle tree
                           and key -> digest), "meta" (the replica id), "notes" (see l3_shard.notes)
-    owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether it
-    closed lock                  held with flock while a process owns the directory data.mdb.suspect      a
-    database that a power cut may have damaged, set aside (one at most)
+    owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether
+                          it closed
+    lock                  held with flock while a process owns the directory
+    data.mdb.suspect      a database that a power cut or the disk may have damaged, set aside (one at most)
 
 A value describes itself: ``version u8 | flags u8 | zero (6) | xxh3-64 of head, key and body | body (msgpack
 RecordState)``. The key is in the checksum, so a value that LMDB returns for another key is noticed too.  A
@@ -14,18 +15,18 @@ value that fails verification is reported as damaged and never served.
 
 **What a crash costs, by fsync policy**
 
-=========
-===================================================================================================== always
-Nothing, ever: a write is acknowledged when it is synced.  A commit takes the disk's fsync time (and runs
-           in a worker thread; commits that come meanwhile share the next fsync).
-interval   Process crash, ``kill -9``: nothing.  Power cut or kernel crash: LMDB without ordered writes may
-lose more
-           than the last interval, so the whole file is set aside, and the shard starts empty under a new
-           replica id and is refilled by its peers.
-never      As ``interval``; in addition the window has no bound, so peers that lose power together lose
-together.
-=========
-=====================================================================================================
+``always``
+    Nothing, ever: a write is acknowledged when it is synced.  A commit takes the disk's fsync time (and runs
+    in a worker thread; commits that come meanwhile share the next fsync).
+``interval``
+    Process crash, ``kill -9``: nothing.  Power cut or kernel crash: LMDB without ordered writes may lose more
+    than the last interval, so the whole file is set aside, and the shard starts empty under a new replica id
+    and is refilled by its peers.
+``never``
+    As ``interval``; in addition the window has no bound, so peers that lose power together lose together.
+
+**A database that cannot be walked** (cut short, pages damaged) is set aside too, and the shard is refilled
+like one with a new disk; it is looked for after every unclean end, see ``l3_shard.walk``.
 
 **The replica id** is stored with the records and kept as long as their last state is certain (see
 ``l3_shard.replica``). A new one is drawn when the directory is empty, when the database was set aside, and
@@ -37,12 +38,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +62,7 @@ from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
 from l3_shard.storage import Database, Entry, State
 from l3_shard.tombstones import dead_since
+from l3_shard.walk import unsound
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -77,7 +81,11 @@ _ENTRY = struct.Struct("<QQ")
 _VERSION = 1
 _ALIVE = 1
 _REPLICA = b"replica"
+_IN_RECORDS, _IN_INDEX = b"r", b"i"
+"""What an audit is going through; the key after which it goes on follows."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_log = logging.getLogger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -142,6 +150,19 @@ def _checksum(flags: int, key: bytes, body: bytes) -> int:
 def _free_bytes(directory: Path) -> int:
     at = os.statvfs(directory)
     return at.f_bavail * at.f_frsize
+
+
+@dataclass(slots=True)
+class Audit:
+    """What :meth:`RecordStore.audit` found; see ``l3_shard.storage.Audited``."""
+
+    looked_count: int = 0
+    looked_bytes: int = 0
+    total_count: int = 0
+    damaged: list[bytes] = field(default_factory=list)
+    lost: list[bytes] = field(default_factory=list)
+    misfiled: list[bytes] = field(default_factory=list)
+    resume: bytes | None = None
 
 
 class RecordStore:
@@ -290,6 +311,90 @@ class RecordStore:
         with self._reading() as transaction, transaction.cursor(db=self._index) as cursor:
             return [tuple(_entries(cursor, leaf.to_bytes(2, "big"))) for leaf in leaves]
 
+    def sweep(self, first: int, records: int) -> tuple[list[tuple[int, tuple[Entry, ...]]], int | None]:
+        """The leaves from ``first`` on that have records, whole, until there are ``records`` of them, and
+        the leaf to go on with (``None`` = there are no more).
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        leaves: list[tuple[int, tuple[Entry, ...]]] = []
+        count = 0
+        with self._reading() as transaction, transaction.cursor(db=self._index) as cursor:
+            found = cursor.set_range(first.to_bytes(2, "big"))
+            while found:
+                leaf = bytes(cursor.key()[:2])
+                number = int.from_bytes(leaf, "big")
+                if count >= records:
+                    return leaves, number
+                entries = tuple(_entries_here(cursor, leaf))
+                leaves.append((number, entries))
+                count += len(entries)
+                found = bool(cursor.key())
+        return leaves, None
+
+    def audit(self, resume: bytes, records: int, size_bytes: int) -> Audit:
+        """Verify the next stored records: bytes against their checksum, then against the index; and after
+        the last of them the index against the records.
+
+        What is looked at is what a reader would be given now: bytes that the operating system still has in
+        memory are not read from the device again.
+
+        Args:
+            resume: empty = from the beginning, else where the pass had stopped.
+
+        Raises:
+            DiskFailed: the database cannot be read.
+        """
+        with self._reading() as transaction:
+            if resume.startswith(_IN_INDEX):
+                audit = self._audit_index(transaction, resume[1:], records)
+            else:
+                audit = self._audit_records(transaction, resume[1:], records, size_bytes)
+            index_count = 0 if self._database == "strong" else transaction.stat(self._index)["entries"]
+            audit.total_count = int(transaction.stat(self._records)["entries"] + index_count)
+        self.damaged_count += len(audit.damaged)
+        return audit
+
+    def _audit_records(
+        self, transaction: lmdb.Transaction, after: bytes, records: int, size_bytes: int
+    ) -> Audit:
+        audit = Audit()
+        with transaction.cursor(db=self._records) as cursor:
+            found = _after(cursor, after)
+            while found and audit.looked_count < records and audit.looked_bytes < size_bytes:
+                after, value = bytes(cursor.key()), bytes(cursor.value())
+                audit.looked_count += 1
+                audit.looked_bytes += len(value)
+                try:
+                    state = decode_value(after, value, self._database)
+                except (Corrupt, msgspec.DecodeError):
+                    audit.damaged.append(after)
+                else:
+                    entry = transaction.get(_index_key(after), db=self._index)
+                    if (None if entry is None else bytes(entry)) != _entry(after, state, value[_HEAD.size :]):
+                        audit.misfiled.append(after)
+                found = cursor.next()
+        if found:
+            audit.resume = _IN_RECORDS + after
+        elif self._database != "strong":
+            audit.resume = _IN_INDEX
+        return audit
+
+    def _audit_index(self, transaction: lmdb.Transaction, after: bytes, records: int) -> Audit:
+        """An entry without its record: the record was lost in a way that no checksum shows."""
+        audit = Audit()
+        with transaction.cursor(db=self._index) as cursor:
+            found = _after(cursor, after)
+            while found and audit.looked_count < records:
+                after = bytes(cursor.key())
+                audit.looked_count += 1
+                if transaction.get(after[2:], db=self._records) is None:
+                    audit.lost.append(after[2:])
+                found = cursor.next()
+        audit.resume = _IN_INDEX + after if found else None
+        return audit
+
     def notes(self) -> Mapping[bytes, bytes]:
         """All notes that were written.
 
@@ -329,15 +434,32 @@ class RecordStore:
     def _set_aside_what_may_be_damaged(self) -> bool:
         """Whether the database is the one that its last owner used, with nothing lost."""
         owner, data = self._read_owner(), self._directory / "data.mdb"
-        if owner is None or not data.exists():
+        if not data.exists():
             return False
-        same_boot = self._boot != "" and owner.boot == self._boot
-        if not (owner.closed or owner.fsync == "always" or same_boot):
-            data.replace(self._directory / "data.mdb.suspect")
-            (self._directory / "lock.mdb").unlink(missing_ok=True)
+        if owner is not None and owner.closed:
+            # If reading it ends this process, the next one must not take it for closed.  All else of the file
+            # stays: what is not ours by its inode is not made ours by this.
+            self._replace_owner(
+                msgspec.structs.replace(owner, fsync=self.fsync, boot=self._boot, closed=False)
+            )
+        elif why := self._lost_writes(owner) or unsound(self._directory):
+            self._set_aside(data, why)
             return False
         at = data.stat()
-        return (owner.inode, owner.device) == (at.st_ino, at.st_dev)
+        return owner is not None and (owner.inode, owner.device) == (at.st_ino, at.st_dev)
+
+    def _lost_writes(self, owner: _Owner | None) -> str:
+        """Why its last writes may be missing, others having been there; empty = they are not."""
+        same_boot = owner is not None and self._boot != "" and owner.boot == self._boot
+        if owner is None or owner.fsync == "always" or same_boot:
+            return ""
+        return f"the machine ended under fsync: {owner.fsync}, so parts of it may be missing"
+
+    def _set_aside(self, data: Path, why: str) -> None:
+        suspect = self._directory / "data.mdb.suspect"
+        data.replace(suspect)
+        (self._directory / "lock.mdb").unlink(missing_ok=True)
+        _log.warning("%s: %s; it is kept as %s, and the shard starts without it", data, why, suspect.name)
 
     def _open(self) -> None:
         self._environment = lmdb.open(
@@ -395,7 +517,9 @@ class RecordStore:
 
     def _write_owner(self, *, closed: bool) -> None:
         at = (self._directory / "data.mdb").stat()
-        owner = _Owner(self.fsync, self._boot, at.st_ino, at.st_dev, closed)
+        self._replace_owner(_Owner(self.fsync, self._boot, at.st_ino, at.st_dev, closed))
+
+    def _replace_owner(self, owner: _Owner) -> None:
         _replace_durably(self._directory / "owner.msgpack", msgspec.msgpack.encode(owner))
 
     # -- transactions
@@ -426,7 +550,10 @@ class RecordStore:
         """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
         free_bytes = self._free_bytes(self._directory)
         if free_bytes < RESERVE_BYTES + 2 * need_bytes:
-            raise DiskFull(f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}")
+            raise DiskFull(
+                f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}; "
+                "free some space on that disk and writes go on by themselves"
+            )
 
     def _grow(self, need_bytes: int, error: lmdb.Error) -> None:
         """Double the map.  Address space costs nothing; the file grows with what is written."""
@@ -455,8 +582,13 @@ def _row(key: bytes, state: State) -> _Row:
     if not state.context:
         return _Row(key, None, _index_key(key), None)
     body = msgspec.msgpack.encode(state)
-    entry = _ENTRY.pack(encoded_digest(key, body), dead_since(state))
-    return _Row(key, _encoded(key, state, body), _index_key(key), entry)
+    return _Row(key, _encoded(key, state, body), _index_key(key), _entry(key, state, body))
+
+
+def _entry(key: bytes, state: State, body: bytes) -> bytes | None:
+    if isinstance(state, StrongState):
+        return None
+    return _ENTRY.pack(encoded_digest(key, body), dead_since(state))
 
 
 def _index_key(key: bytes) -> bytes:
@@ -470,8 +602,22 @@ def _put(transaction: lmdb.Transaction, database: Any, key: bytes, value: bytes 
         transaction.put(key, value, db=database)
 
 
+def _after(cursor: lmdb.Cursor, key: bytes) -> bool:
+    """Move to the first entry above ``key``; empty = the very first."""
+    if not key:
+        return bool(cursor.first())
+    found = cursor.set_range(key)
+    return bool(cursor.next() if found and bytes(cursor.key()) == key else found)
+
+
 def _entries(cursor: lmdb.Cursor, leaf: bytes) -> Iterator[Entry]:
-    found = cursor.set_range(leaf)
+    if cursor.set_range(leaf):
+        yield from _entries_here(cursor, leaf)
+
+
+def _entries_here(cursor: lmdb.Cursor, leaf: bytes) -> Iterator[Entry]:
+    """From where the cursor stands to the end of ``leaf``; it then stands behind, or nowhere."""
+    found = True
     while found:
         key = bytes(cursor.key())
         if not key.startswith(leaf):

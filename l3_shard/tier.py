@@ -18,15 +18,26 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvcomm.block import BlockKey
-from kvcomm.errors import Refused, TooLarge, Unavailable, failure_to_error
+from kvcomm.errors import (
+    KVCommError,
+    OutcomeUnknown,
+    Refused,
+    TooLarge,
+    Unavailable,
+    WriteOutcome,
+    batch_error,
+    failure_to_error,
+)
 from kvcomm.steps import Steps, ask_all
 from kvcomm.tier import Block, BlockCopy, Presence, PutStatus, RecordAnswer, TierName
 from kvcomm.wire.messages import (
     KEYS_MAX,
     BlockLookup,
     BlockPresence,
+    Dots,
     Failure,
     Message,
+    RecordFates,
     RecordGet,
     RecordKeys,
     RecordPut,
@@ -44,7 +55,7 @@ from kvcomm.wire.messages import (
     StrongOutcomes,
     StrongRead,
 )
-from l3_shard.coordination import Batch, Coordination
+from l3_shard.coordination import NOTHING_WRONG, Batch, Coordination, Problems
 from l3_shard.fetching import Fetching
 from l3_shard.ring import Ring
 from l3_shard.routes import L3Counts, Routes
@@ -141,13 +152,13 @@ class L3Tier:
 
     # -- records
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
         """See ``Records.record_get``.
 
         Raises:
             Unavailable: no owner of some key answered.
         """
-        found = yield from self._read(keys)
+        found = yield from self._read(keys, least)
         return [_record_answer(*found[index]) for index in range(len(keys))]
 
     def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
@@ -156,19 +167,22 @@ class L3Tier:
         states = [found[index][0] for index in range(len(keys))]
         return RecordStates(states, any(degraded for _, degraded in found.values()))
 
-    def _read(self, keys: Sequence[bytes]) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
+    def _read(
+        self, keys: Sequence[bytes], least: Sequence[Dots] = ()
+    ) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
         """By index: the state, and whether the shard that was asked for it called its answer degraded."""
         found: dict[int, tuple[RecordState | None, bool]] = {}
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
-            return RecordGet(epoch, [keys[index] for index in indices])
+            asked = [least[index] for index in indices] if any(least) else []
+            return RecordGet(epoch, [keys[index] for index in indices], asked)
 
-        def take(indices: Sequence[int], message: Message) -> bool:
+        def take(indices: Sequence[int], message: Message) -> Problems | None:
             if not isinstance(message, RecordStates) or len(message.states) != len(indices):
-                return False
+                return None
             for index, state in zip(indices, message.states, strict=True):
                 found[index] = state, message.degraded
-            return True
+            return NOTHING_WRONG
 
         yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
         return found
@@ -177,9 +191,12 @@ class L3Tier:
         """See ``Records.record_put``.
 
         Raises:
-            Unavailable: no owner of some key could be reached; nothing was written.
-            OutcomeUnknown: some of the batch was or may have been written.
+            PartlyDone: some of the batch was written and some not, or is unknown; ``outcomes`` of it, as of
+                every other error of a batch, say what became of each write.
+            OutcomeUnknown: the only write may have been done.
+            Unavailable: no owner could be reached; nothing was written.
             Conflict: a record has its most siblings already, or a context was not read from it.
+            Rejected: a value breaks a rule of the coordinator.
             TooLarge: a value, a name or a record is over its limit.
         """
         versions: dict[int, RecordVersion] = {}
@@ -187,15 +204,30 @@ class L3Tier:
         def request(epoch: int, indices: Sequence[int]) -> Message:
             return RecordPut(epoch, [writes[index] for index in indices])
 
-        def take(indices: Sequence[int], message: Message) -> bool:
-            if not isinstance(message, RecordVersions) or len(message.versions) != len(indices):
-                return False
-            versions.update(zip(indices, message.versions, strict=True))
-            return True
+        def take(indices: Sequence[int], message: Message) -> Problems | None:
+            if isinstance(message, RecordVersions) and len(message.versions) == len(indices):
+                versions.update(zip(indices, message.versions, strict=True))
+                return NOTHING_WRONG
+            if not isinstance(message, RecordFates) or len(message.fates) != len(indices):
+                return None
+            problems: dict[int, KVCommError] = {}
+            for index, fate in zip(indices, message.fates, strict=True):
+                if fate.version is not None:
+                    versions[index] = fate.version
+                else:
+                    problems[index] = failure_to_error(fate.code, fate.text)
+            return problems
 
-        sizes = [len(write.key) + len(write.value or b"") for write in writes]
+        sizes = [len(write.key) + len(write.value or b"") + len(write.delta or b"") for write in writes]
         batch = Batch([write.key for write in writes], sizes, request, take)
-        yield from Coordination(self._routes, batch).steps()
+        problems = yield from Coordination(self._routes, batch).outcomes()
+        if problems:
+            raise batch_error(
+                [
+                    _outcome(write.key, versions.get(index), problems.get(index))
+                    for index, write in enumerate(writes)
+                ]
+            )
         return [versions[index] for index in range(len(writes))]
 
     def strong_read(self, keys: Sequence[bytes]) -> Steps[list[StrongOutcome]]:
@@ -226,11 +258,11 @@ class L3Tier:
     ) -> Steps[list[StrongOutcome]]:
         found: dict[int, StrongOutcome] = {}
 
-        def take(indices: Sequence[int], message: Message) -> bool:
+        def take(indices: Sequence[int], message: Message) -> Problems | None:
             if not isinstance(message, StrongOutcomes) or len(message.outcomes) != len(indices):
-                return False
+                return None
             found.update(zip(indices, message.outcomes, strict=True))
-            return True
+            return NOTHING_WRONG
 
         yield from Coordination(self._routes, Batch(keys, sizes, request, take)).steps()
         return [found[index] for index in range(len(keys))]
@@ -282,6 +314,13 @@ class L3Tier:
         if len(missing) >= min(ring.to_map().write_quorum, len(ring.names)):
             raise Unavailable(f"the names may be incomplete: {', '.join(missing)} did not answer")
         return sorted(names)
+
+
+def _outcome(key: bytes, version: RecordVersion | None, error: KVCommError | None) -> WriteOutcome:
+    if version is None:
+        return WriteOutcome(key, "unknown" if isinstance(error, OutcomeUnknown) else "not_done", error=error)
+    dot = (version.replica, version.counter)
+    return WriteOutcome(key, "done", dot, version.context, own=version.own)
 
 
 def _record_answer(state: RecordState | None, degraded: bool) -> RecordAnswer:

@@ -19,7 +19,17 @@ from functools import partial
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.machine import Origin
 from kvcomm.version import Dot, VersionVector
-from kvcomm.wire.messages import Done, Message, RecordReplicate, RecordState, RecordVersion, RecordVersions
+from kvcomm.wire.messages import (
+    Done,
+    Failure,
+    Message,
+    RecordFate,
+    RecordFates,
+    RecordReplicate,
+    RecordState,
+    RecordVersion,
+    RecordVersions,
+)
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines
@@ -42,6 +52,12 @@ class Draft:
     """The replicas beside this one."""
     need: int
     """Acknowledgements that make it done, this shard's own included."""
+    delta: bytes | None = None
+    """Instead of a value, where siblings are resolved."""
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.value or b"") + len(self.delta or b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +83,8 @@ class _Write:
     """Replicas that may still acknowledge."""
     decided: bool = False
     error: KVCommError | None = None
+    trouble: str = ""
+    """What the last replica that did not acknowledge said."""
 
     def apply(self, state: RecordState) -> RecordState:
         self.written = self.owner.accept(state, self.draft)
@@ -109,7 +127,7 @@ class Writing:
         Raises:
             Refused: the shard is busy.
         """
-        request = self._desk.open(origin, len(drafts), sum(len(draft.value or b"") for draft in drafts))
+        request = self._desk.open(origin, len(drafts), sum(draft.held_bytes for draft in drafts))
         put = _Put(request, epoch, open_count=len(drafts))
         put.writes = [_Write(self, put, draft) for draft in drafts]
         request.expire = partial(self._expire, put)
@@ -165,7 +183,9 @@ class Writing:
                 self._settle(write)
             return
         self._missed(node, [write.draft.key for write in writes], answer)
+        trouble = f"; {node}: {answer.text}" if isinstance(answer, Failure) else ""
         for write in writes:
+            write.trouble = trouble
             if not self._again(node, epoch, write):
                 write.outstanding -= 1
                 self._settle(write)
@@ -184,7 +204,8 @@ class Writing:
         if write.acks >= need:
             self.decide(write, None)
         elif write.acks + write.outstanding < need:
-            self.decide(write, OutcomeUnknown(f"only {write.acks} of {need} replicas confirmed the write"))
+            text = f"only {write.acks} of {need} replicas confirmed the write{write.trouble}"
+            self.decide(write, OutcomeUnknown(text))
 
     def decide(self, write: _Write, error: KVCommError | None) -> None:
         """The fate of one write, for its caller; what comes later changes nothing."""
@@ -202,29 +223,25 @@ class Writing:
             if self._lines.withdraw(write.draft.key, write):
                 self.decide(write, Unavailable("the shard was too slow; nothing was written"))
             else:
-                self.decide(
-                    write, OutcomeUnknown(f"{write.acks} of {write.draft.need} replicas confirmed in time")
-                )
+                text = f"{write.acks} of {write.draft.need} replicas confirmed in time{write.trouble}"
+                self.decide(write, OutcomeUnknown(text))
 
     def _finish(self, put: _Put) -> None:
-        errors = [write.error for write in put.writes if write.error is not None]
-        if errors:
-            error = self._verdict(put, errors)
-            self.unknown_count += isinstance(error, OutcomeUnknown)
-            self._desk.close(put.request, error)
+        errors = [write.error for write in put.writes]
+        self.unknown_count += any(isinstance(error, OutcomeUnknown) for error in errors)
+        if not any(errors):
+            answer: Message = RecordVersions([_version(write) for write in put.writes])
+        elif len(errors) == 1 and errors[0] is not None:
+            answer = Failure(errors[0].code, errors[0].message, errors[0].detail)
         else:
-            self._desk.close(put.request, RecordVersions([_version(write) for write in put.writes]))
+            answer = RecordFates([_fate(write) for write in put.writes])
+        self._desk.close(put.request, answer)
 
-    @staticmethod
-    def _verdict(put: _Put, errors: list[KVCommError]) -> KVCommError:
-        """One error for the batch.  It must not say "nothing was changed" when a part of the batch was."""
-        unknown = [error for error in errors if isinstance(error, OutcomeUnknown)]
-        error = unknown[0] if unknown else errors[0]
-        applied_count = sum(write.error is None for write in put.writes)
-        if not applied_count or unknown:
-            return error
-        text = f"{error.message} ({applied_count} of {len(put.writes)} writes of this batch were done)"
-        return OutcomeUnknown(text) if isinstance(error, Unavailable) else type(error)(text, error.detail)
+
+def _fate(write: _Write) -> RecordFate:
+    if write.error is None:
+        return RecordFate(_version(write))
+    return RecordFate(None, write.error.code, write.error.message)
 
 
 def _version(write: _Write) -> RecordVersion:

@@ -1,13 +1,13 @@
 """``DictStore``: a ``BlockStore`` that keeps every copy in a buffer of its own; the floor's tests serve from
-it."""
+it.  ``DictDepot``: what may lie beneath."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcomm.block import BlockKey, verify_copy
-from kvcomm.blockstore import StoreUsage
+from kvcomm.block import BlockHeader, BlockKey, verify_copy
+from kvcomm.blockstore import ANY_TENANT, DepotUsage, StoreUsage
 from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import BlockItem, Grant, Want
 
@@ -22,6 +22,7 @@ class Copy:
     holder: int
     expires_at: float
     leases: int = 0
+    used: bool = False
 
 
 @dataclass
@@ -49,9 +50,11 @@ class DictStore:
     next_token: int = 1
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
-        return [key in self.copies and self.copies[key].tenant == tenant for key in keys]
+        return [key in self.copies and tenant in (ANY_TENANT, self.copies[key].tenant) for key in keys]
 
-    def reserve(self, wants: Sequence[Want], holder: int, tenant: bytes, now: float) -> list[Grant]:
+    def reserve(
+        self, wants: Sequence[Want], holder: int, tenant: bytes, now: float, *, evict: bool = True
+    ) -> list[Grant]:
         self.tick(now)
         return [self._reserve(want, holder, tenant, now) for want in wants]
 
@@ -85,8 +88,9 @@ class DictStore:
             header = verify_copy(copy.buffer, copy.key) if verify else None
         except Corrupt:
             return "corrupt"
-        if header is not None and header.tenant != copy.tenant:
+        if header is not None and copy.tenant not in (ANY_TENANT, header.tenant):
             return "corrupt"
+        copy.tenant = copy.tenant or BlockHeader.unpack(copy.buffer).tenant
         self.copies[copy.key] = copy
         return "published"
 
@@ -95,12 +99,16 @@ class DictStore:
             if token in self.reserved and self.reserved[token].holder == holder:
                 del self.reserved[token]
 
-    def lease(self, key: BlockKey, tenant: bytes) -> DictLease | None:
+    def lease(self, key: BlockKey, tenant: bytes, *, use: bool = True) -> DictLease | None:
         copy = self.copies.get(key)
-        if copy is None or copy.tenant != tenant:
+        if copy is None or tenant not in (ANY_TENANT, copy.tenant):
             return None
         copy.leases += 1
+        copy.used = copy.used or use
         return DictLease(copy)
+
+    def used(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [key in self.copies and self.copies[key].used for key in keys]
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
         for key, there in zip(keys, self.present(keys, tenant), strict=True):
@@ -124,7 +132,8 @@ class DictStore:
         return min((copy.expires_at for copy in self.reserved.values()), default=None)
 
     def listing(self, after: bytes, limit: int, tenant: bytes) -> list[BlockItem]:
-        mine = sorted(key for key, copy in self.copies.items() if key > after and copy.tenant == tenant)
+        copies = self.copies.items()
+        mine = sorted(key for key, copy in copies if key > after and tenant in (ANY_TENANT, copy.tenant))
         return [BlockItem(key, len(self.copies[BlockKey(key)].buffer)) for key in mine[:limit]]
 
     def usage(self) -> StoreUsage:
@@ -138,3 +147,37 @@ class DictStore:
 
     def check(self) -> None:
         assert all(copy.leases >= 0 for copy in self.copies.values())
+
+
+@dataclass
+class DictDepot:
+    """Reads at once; writes nothing."""
+
+    tenant: bytes
+    held: dict[BlockKey, bytes] = field(default_factory=dict)
+    queued: list[BlockKey] = field(default_factory=list)
+    suspected: list[BlockKey] = field(default_factory=list)
+    lost: set[BlockKey] = field(default_factory=set)
+    """Present until they are read."""
+
+    def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
+        return [key in self.held and tenant in (ANY_TENANT, self.tenant) for key in keys]
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        self.queued += keys
+
+    def recall(
+        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+    ) -> None:
+        done({key: memoryview(self.held[key]) for key in keys if key not in self.lost})
+
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        self.suspected += keys
+
+    def listing(self, after: bytes, limit: int) -> list[BlockItem]:
+        keys = sorted(key for key in self.held if key > after)[:limit]
+        return [BlockItem(key, len(self.held[key])) for key in keys]
+
+    def usage(self) -> DepotUsage:
+        used_bytes = sum(map(len, self.held.values()))
+        return DepotUsage("on", 1 << 30, used_bytes, len(self.held), 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -33,6 +33,7 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
+    Resumed,
     Stop,
     Tick,
 )
@@ -43,12 +44,21 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
-from kvcomm.wire.messages import Failure, Message, RecordState, RecordVersion, RecordWrite, RingMap, RingNode
+from kvcomm.wire.messages import (
+    Dots,
+    Failure,
+    Message,
+    RecordState,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    RingNode,
+)
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
     from l3_shard.shard import Shard
-    from l3_shard.storage import Load, Persist, Scan, Survey
+    from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
     from l3_shard.tier import L3Tier
 
 CLIENT_TENANT = "sim"
@@ -75,6 +85,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     from l3_shard.desk import ShardLimits
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
+    from l3_shard.scrub import ScrubOptions
     from l3_shard.shard import Shard
 
     plan = birth.plan
@@ -86,7 +97,11 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         node_tenant=birth.node_tenant,
         origin_ms=birth.origin_ms,
         limits=ShardLimits(request_timeout_s=plan.request_timeout_s),
-        repair=None if interval_s is None else RepairOptions(interval_s=interval_s),
+        repair=(
+            None
+            if interval_s is None
+            else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
+        ),
         notes=birth.notes,
     )
 
@@ -294,6 +309,7 @@ class ShardProcess:
         self._peers = Peers(cluster.network, host, identity)
         self._events: deque[Event] = deque()
         self._draining = False
+        self._pause_count = host.pause_count
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._waiting: list[Persist[RecordState]] = []
@@ -325,6 +341,9 @@ class ShardProcess:
 
     def deliver(self, event: Event) -> None:
         """One event at a time; those that an effect causes wait for their turn."""
+        if self._pause_count != self.host.pause_count:
+            self._pause_count = self.host.pause_count
+            self._events.append(Resumed())
         self._events.append(event)
         if self._draining:
             return
@@ -351,7 +370,7 @@ class ShardProcess:
             self.cluster.watch.unanswered(self.host.name, request.message, age_s)
 
     def _carry_out(self, effect: Effect) -> None:
-        from l3_shard.storage import Load, Persist, Scan, Survey
+        from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
 
         match effect:
             case ReplyEffect():
@@ -368,6 +387,10 @@ class ShardProcess:
                 self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
             case Survey():
                 self._after_disk((0.0, 0.0), lambda: self._survey(effect))
+            case Sweep():
+                self._after_disk((0.0, 0.0), lambda: self._sweep(effect))
+            case Audit():
+                self._after_disk((0.0, 0.0), lambda: self._audit(effect))
             case Persist():
                 self._persist(effect)
                 self._perhaps_die()
@@ -457,6 +480,23 @@ class ShardProcess:
         ]
         self.deliver(Surveyed(survey.ticket, tuple(leaves)))
 
+    def _sweep(self, sweep: Sweep) -> None:
+        from kvcomm.clock import Stamp
+        from l3_shard.storage import Entry, Swept
+
+        found, resume = self.disk.sweep(sweep.first, sweep.records)
+        leaves = [
+            (leaf, tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in entries]))
+            for leaf, entries in found
+        ]
+        self.deliver(Swept(sweep.ticket, tuple(leaves), resume))
+
+    def _audit(self, audit: Audit) -> None:
+        from l3_shard.storage import Audited
+
+        assert audit.database == "records", "no other database is simulated"
+        self.deliver(Audited(audit.ticket, *self.disk.audit(audit.resume, audit.records)))
+
     def _persist(self, persist: Persist[RecordState]) -> None:
         self._waiting.append(persist)
         if not self._committing:
@@ -493,8 +533,8 @@ class Witness:
         self._records = records
         self.versions: list[RecordVersion] = []
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
-        return self._records.record_get(keys)
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        return self._records.record_get(keys, least)
 
     def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
         self.versions = yield from self._records.record_put(writes)

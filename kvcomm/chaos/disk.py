@@ -26,6 +26,22 @@ Entry = tuple[int, int]
 """What the index keeps of a record: digest, stamp since which it is dead."""
 
 
+SWEEP_LEAVES, AUDIT_RECORDS = 4, 4
+"""What one sweep or audit takes at most."""
+
+
+class Audit(NamedTuple):
+    """See ``l3_shard.storage.Audited``."""
+
+    looked_count: int
+    looked_bytes: int
+    total_count: int
+    damaged: tuple[bytes, ...]
+    lost: tuple[bytes, ...]
+    misfiled: tuple[bytes, ...]
+    resume: bytes | None
+
+
 class Part(NamedTuple):
     """What one order of the machine adds to a transaction."""
 
@@ -111,6 +127,41 @@ class Disk:
         """What the index has of these leaves, in order of the keys."""
         return [sorted(self.index[leaf].items()) if leaf in self.index else [] for leaf in leaves]
 
+    def sweep(
+        self, first: int, records: int
+    ) -> tuple[list[tuple[int, list[tuple[bytes, Entry]]]], int | None]:
+        """The leaves from ``first`` on that have records, and where to go on.  Takes few of them: sweeps
+        must be able to resume."""
+        held = [leaf for leaf in sorted(self.index) if leaf >= first and self.index[leaf]]
+        part = held[: max(1, min(records, SWEEP_LEAVES))]
+        leaves = [(leaf, sorted(self.index[leaf].items())) for leaf in part]
+        return leaves, held[len(part)] if len(part) < len(held) else None
+
+    def audit(self, resume: bytes, records: int) -> Audit:
+        """Verify the next values in order of their keys, the index with them."""
+        looked = [key for key in sorted(self.values.keys() | self._indexed()) if key > resume]
+        part = looked[: min(records, AUDIT_RECORDS)]
+        damaged: list[bytes] = []
+        lost: list[bytes] = []
+        misfiled: list[bytes] = []
+        for key in part:
+            (state,), broken = self.load([key])
+            if broken:
+                damaged.append(key)
+            elif state is None:
+                lost.append(key)
+            else:
+                leaf, entry = self._entry(key, state)
+                if self.index.get(leaf, {}).get(key) != entry:
+                    misfiled.append(key)
+        size_bytes = sum(len(self.values.get(key, b"")) for key in part)
+        goes_on = part[-1] if len(part) < len(looked) else None
+        found = tuple(damaged), tuple(lost), tuple(misfiled)
+        return Audit(len(part), size_bytes, len(self.values), *found, goes_on)
+
+    def _indexed(self) -> set[bytes]:
+        return {key for leaf in self.index.values() for key in leaf}
+
     def begin(self, batch: Sequence[Part]) -> None:
         """A transaction with everything in ``batch`` is under way; :meth:`commit` ends it."""
         self._under_way = list(batch)
@@ -187,10 +238,6 @@ class Disk:
             for key, state in zip(keys, found, strict=True)
             if state is not None and key not in damaged
         }
-
-    def readable(self, key: bytes) -> bool:
-        """Whether its bytes, if there are any, are sound."""
-        return not self.load([key])[1]
 
     def held(self, key: bytes) -> list[RecordState]:
         """What this disk has of a record, and what it had before it was lost or damaged."""

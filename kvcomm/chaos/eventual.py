@@ -17,6 +17,9 @@ Promised (a replica that nobody reads or writes may lag where nobody repairs, se
 * **nothing is made up**: every value that is read or left was written to that record;
 * **quorums meet**: with R + W > N and unmoved, undamaged replicas, a read that does not say ``degraded`` has
   seen every write that was acknowledged before it began;
+* **sessions**: with unmoved, undamaged replicas, what a client reads has seen all that the same client has
+  read or written of the record before, unless it says ``degraded`` (what was shown without having been
+  acknowledged may go with a disk);
 * **every operation ends** by its deadline;
 * **siblings** are at most the bound for each replica incarnation, and their contexts name incarnations only.
 """
@@ -27,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcomm.chaos.history import History, Operation, Write
+from kvcomm.chaos.history import History, Operation, Outcome, Write
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
 
@@ -55,8 +58,7 @@ class Ending:
     intact: bool
     """No disk, record or owner was lost or moved: quorums meet."""
     owners: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By key, the nodes that should have it.  Without those whose copy is damaged: that is noticed, and
-    mended, when it is read; comparisons go by the index and do not notice."""
+    """By key, the nodes that should have it."""
 
 
 class Known(NamedTuple):
@@ -75,15 +77,21 @@ class _Attempt:
     """One write of one record."""
 
     operation: Operation
+    index: int
+    """In its operation."""
     write: Write
     seen: Known
     dot: Dot | None = None
     """Where it was acknowledged."""
 
+    @property
+    def outcome(self) -> Outcome:
+        return self.operation.outcome_of_write(self.index)
+
     def describe(self) -> str:
         invoked = self.operation.invoked
         what = f"{self.write.key} = {self.write.value!r}"
-        return f"{what} ({self.operation.outcome}, {self.dot}) of {invoked.client} at {invoked.at}"
+        return f"{what} ({self.outcome}, {self.dot}) of {invoked.client} at {invoked.at}"
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +117,8 @@ def check_eventual(plan: Plan, history: History, ending: Ending) -> list[Violati
 
 
 def check_converged(ending: Ending) -> list[Violation]:
-    """Where somebody repairs: all owners of a record have the same, without anybody having read it."""
+    """Where somebody repairs and scrubs: all owners of a record have the same, and can read it, without
+    anybody having read it."""
     found: list[Violation] = []
     for key, owners in sorted(ending.owners.items()):
         replicas = ending.records.get(key, {})
@@ -132,6 +141,8 @@ class _Judge:
         yield from self._deadlines()
         for key, record in sorted(self._records.items()):
             yield from self._judge_record(key, record)
+        if self._ending.intact:
+            yield from self._sessions()
         if self._ending.intact and self._plan.read_quorum + self._plan.write_quorum > self._plan.copies:
             yield from self._quorums()
 
@@ -150,7 +161,7 @@ class _Judge:
         for _, invokes, number, operation in sorted(events, key=lambda event: event[:3]):
             if invokes:
                 self._invoke(operation, known, mine)
-            elif operation.outcome == "ok":
+            elif operation.outcome == "ok" or (operation.returned is not None and operation.returned.each):
                 self._return(number, operation, known, mine)
 
     def _invoke(
@@ -163,7 +174,7 @@ class _Judge:
             record = self._records.setdefault(write.key, _Record())
             seen = Known() if write.blind else known.get((operation.invoked.client, write.key), Known())
             number = len(record.attempts)
-            record.attempts.append(_Attempt(operation, write, seen))
+            record.attempts.append(_Attempt(operation, index, write, seen))
             if write.value is not None:
                 record.by_value[write.value] = number
             mine[operation.invoked.operation, index] = (record, number)
@@ -186,6 +197,8 @@ class _Judge:
                     )
             known[client, key] = record.known(seen.values)
         for index, stored in enumerate(operation.returned.stored):
+            if stored is None:
+                continue
             record, attempt_number = mine[number, index]
             attempt = record.attempts[attempt_number]
             attempt.dot = (stored.replica, stored.counter)
@@ -211,6 +224,27 @@ class _Judge:
                     "deadlines", f"{invoked.client}'s {invoked.kind} of {invoked.at}: {took_s:.3f} s"
                 )
 
+    def _sessions(self) -> Iterator[Violation]:
+        """A client does one thing after the other, so its returns are in its order."""
+        seen_by: dict[tuple[str, str], dict[str, int]] = {}
+        ended = [operation for operation in self._operations if operation.returned is not None]
+        for operation in sorted(ended, key=lambda each: each.returned.at if each.returned else 0.0):
+            assert operation.returned is not None
+            client, returned = operation.invoked.client, operation.returned
+            for key, seen in zip(operation.invoked.keys, returned.seen, strict=False):
+                before = seen_by.setdefault((client, key), {})
+                missing = {dot for dot in before.items() if seen.context.get(dot[0], 0) < dot[1]}
+                if missing and not seen.degraded:
+                    what = f"{client} read {key} at {operation.invoked.at}"
+                    yield Violation("sessions", f"{what} without {sorted(missing)}, seen before")
+                _raise(before, seen.context)
+            for write, stored in zip(operation.invoked.writes, returned.stored, strict=False):
+                if stored is None:
+                    continue  # of a batch that failed: this write was not done, or nobody knows
+                before = seen_by.setdefault((client, write.key), {})
+                _raise(before, stored.context)
+                _raise(before, {stored.replica: stored.counter})
+
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})
         seen, living = _join(replicas)
@@ -218,14 +252,14 @@ class _Judge:
         replaceable: set[int] = set()
         replaced_by: dict[int, _Attempt] = {}
         for attempt in record.attempts:
-            if attempt.operation.outcome != "refused":
+            if attempt.outcome != "refused":
                 replaceable |= attempt.seen.may
-            if attempt.operation.outcome == "ok":
+            if attempt.outcome == "ok":
                 replaced_by.update(dict.fromkeys(sorted(attempt.seen.must), attempt))
         for made_up in sorted(values - record.by_value.keys()):
             yield Violation("made up", f"{key} holds {made_up!r}, which nobody wrote")
         for number, attempt in enumerate(record.attempts):
-            value, outcome, dot = attempt.write.value, attempt.operation.outcome, attempt.dot
+            value, outcome, dot = attempt.write.value, attempt.outcome, attempt.dot
             there, what = value is not None and value in values, attempt.describe()
             if outcome == "refused" and there:
                 yield Violation("refused", f"{what} was refused and is there")
@@ -246,6 +280,8 @@ class _Judge:
             if operation.returned is not None:
                 writes = zip(operation.invoked.writes, operation.returned.stored, strict=False)
                 for write, stored in writes:
+                    if stored is None:
+                        continue
                     entry = (operation.returned.at, (stored.replica, stored.counter))
                     acknowledged.setdefault(write.key, []).append(entry)
         for operation in self._operations:
@@ -261,6 +297,11 @@ class _Judge:
                             f"{operation.invoked.client} read {key} at {operation.invoked.at} and did not "
                             f"see ({replica}, {counter}), acknowledged at {at}",
                         )
+
+
+def _raise(seen: dict[str, int], context: Mapping[str, int]) -> None:
+    for replica, counter in context.items():
+        seen[replica] = max(seen.get(replica, 0), counter)
 
 
 def _join(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:

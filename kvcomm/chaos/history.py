@@ -6,13 +6,13 @@ came back, one ``Returned``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
+from kvcomm.errors import KVCommError, OutcomeUnknown
 from kvcomm.wire.messages import Dots
 
 Outcome = Literal["ok", "refused", "unknown"]
@@ -70,7 +70,10 @@ class Returned(msgspec.Struct, frozen=True, tag="returned", tag_field="event"):
     outcome: Outcome
     error: str = ""
     """Code and text of what was raised."""
-    stored: list[Stored] = []
+    stored: Sequence[Stored | None] = []
+    """By write; ``None`` = it was not done, or is not known to be."""
+    each: list[Outcome] = []
+    """Of a batch that was not done as a whole: what became of each write."""
     seen: list[Seen] = []
 
 
@@ -98,6 +101,11 @@ class Operation:
         """An operation that never came back may have been done."""
         return "unknown" if self.returned is None else self.returned.outcome
 
+    def outcome_of_write(self, index: int) -> Outcome:
+        if self.returned is not None and self.returned.each:
+            return self.returned.each[index]
+        return self.outcome
+
 
 class History:
     """Lines in the order in which they happened."""
@@ -124,12 +132,12 @@ class History:
             yield _encoder.encode(line) + b"\n"
 
 
-def outcome_of(error: KVCommError, write_count: int) -> Outcome:
-    """What an error promises.
+def outcome_of(error: KVCommError) -> Outcome:
+    """What an error promises: ``OutcomeUnknown`` nothing, any other that nothing was done."""
+    return "unknown" if isinstance(error, OutcomeUnknown) else "refused"
 
-    ``OutcomeUnknown`` promises nothing, ``Unavailable`` that nothing was done.  Any other says that of the
-    write that it was raised for: a batch is not atomic, and others of it may have been done.
-    """
-    if isinstance(error, OutcomeUnknown) or (write_count > 1 and not isinstance(error, Unavailable)):
-        return "unknown"
-    return "refused"
+
+def outcome_of_each(error: KVCommError) -> list[Outcome]:
+    """What it says of each write of a batch; empty where it says nothing."""
+    names: dict[str, Outcome] = {"done": "ok", "not_done": "refused", "unknown": "unknown"}
+    return [names[outcome.status] for outcome in error.outcomes]

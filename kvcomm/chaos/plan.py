@@ -59,8 +59,8 @@ class Plan:
     losses: int = 0
     """Disks (or single records) that may be lost in the whole run: fewer than the write quorum."""
     repair_interval_s: float | None = None
-    """Between two comparisons with a neighbour; ``None`` = no hints and no comparisons.  They cost ten times
-    the rest: a tree of 65,536 leaves is planted at every start and for every new ring."""
+    """Between two comparisons with a neighbour, and half of what a scrub takes; ``None`` = no hints, no
+    comparisons, no scrub."""
     wall_interval_s: float = 5.0
     """How often a shard looks at its wall clock."""
 

@@ -103,14 +103,7 @@ def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
         for key, state in cluster.disks[name].states().items():
             records.setdefault(key.removeprefix(tenant).decode(), {})[name] = _replica(state)
     ring = Ring.from_map(cluster.map)
-    owners = {
-        key: [
-            name
-            for name in ring.replicas(key.encode())
-            if cluster.disks[name].readable(tenant + key.encode())
-        ]
-        for key in records
-    }
+    owners = {key: ring.replicas(key.encode()) for key in records}
     return Ending(records, nemesis.intact, owners)
 
 

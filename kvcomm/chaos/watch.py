@@ -16,11 +16,13 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    RecordFates,
     RecordFetch,
     RecordGet,
     RecordPut,
     RecordReplicate,
     RecordState,
+    RecordVersion,
     RecordVersions,
 )
 
@@ -56,9 +58,15 @@ class Watch:
             self._report(
                 "epochs", f"{node} at epoch {epoch} served {type(request).__name__} of epoch {asked}"
             )
-        if isinstance(request, RecordPut) and isinstance(answer, RecordVersions):
-            for write, version in zip(request.writes, answer.versions, strict=True):
-                self._check_held(node, tenant + write.key, version.replica, version.counter)
+        if isinstance(request, RecordPut) and isinstance(answer, RecordVersions | RecordFates):
+            versions: list[RecordVersion | None] = (
+                [fate.version for fate in answer.fates]
+                if isinstance(answer, RecordFates)
+                else list(answer.versions)
+            )
+            for write, version in zip(request.writes, versions, strict=True):
+                if version is not None:
+                    self._check_held(node, tenant + write.key, version.replica, version.counter)
         if isinstance(request, RecordReplicate) and isinstance(answer, Done):
             for key, state in zip(request.keys, request.states, strict=True):
                 self._check_merged(node, key, state)

@@ -11,10 +11,19 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from kvcomm.chaos.eventual import Ending, check_eventual
-from kvcomm.chaos.history import History, Invoked, Returned, Seen, Stored, Write, outcome_of
+from kvcomm.chaos.history import (
+    History,
+    Invoked,
+    Returned,
+    Seen,
+    Stored,
+    Write,
+    outcome_of,
+    outcome_of_each,
+)
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
-from kvcomm.errors import KVCommError
+from kvcomm.errors import KVCommError, WriteOutcome
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.wire.messages import Dots, RecordVersion
@@ -143,8 +152,13 @@ class Work:
                 history.add(act.returned(at, result))
             else:
                 invoked, text = act.invoked, f"{error.code}: {error.message}"
-                outcome = outcome_of(error, len(invoked.writes))
-                history.add(Returned(at, invoked.client, invoked.operation, outcome, error=text))
+                each, stored = outcome_of_each(error), [_stored_in_part(one) for one in error.outcomes]
+                history.add(
+                    Returned(
+                        at, invoked.client, invoked.operation, outcome_of(error),
+                        error=text, stored=stored, each=each,
+                    )
+                )  # fmt: skip
             then(error is None)
 
         client.run(act.steps, done)
@@ -166,3 +180,10 @@ def _seen(value: StateValue) -> Seen:
 
 def _stored(version: RecordVersion) -> Stored:
     return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)
+
+
+def _stored_in_part(outcome: WriteOutcome) -> Stored | None:
+    """Of a write that was done though its batch was not.  How many acknowledged it is not told."""
+    if outcome.dot is None or outcome.context is None:
+        return None
+    return Stored(*outcome.dot, dict(outcome.context), 0, outcome.own)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvcomm.cli.options import AddressOption, ConfigOption, DeadlineOption, InstanceOption, JsonOption
+from kvcomm.cli.options import (
+    AddressOption,
+    ConfigOption,
+    DeadlineOption,
+    InstanceOption,
+    JsonOption,
+    KindOption,
+)
+
+if TYPE_CHECKING:
+    from kvcomm.mergeplane import Merged
 
 NameArgument = Annotated[str, typer.Argument(help="Name of the state, for example robot-7.")]
 KeyArgument = Annotated[str, typer.Argument(help="Key in it, for example pose.")]
@@ -23,11 +33,17 @@ def get(
     config: ConfigOption = None,
     deadline: DeadlineOption = 5.0,
     as_json: JsonOption = False,
+    kind: KindOption = "state",
 ) -> None:
-    """Print a value; concurrent ones (siblings) each on a line.  Exit code 1 if there is none."""
+    """Print a value; concurrent ones (siblings), elements and fields each on a line.  Exit code 1 if there is
+    none."""
+    from kvcomm.cli import resolved
     from kvcomm.connect import connect
 
     with connect(config, instance=instance, address=address, embed=False) as kv:
+        if kind != "state":
+            merged = resolved.face(kv, kind, name).get(key, deadline_s=deadline)
+            _print_merged(merged, as_json)
         found = kv.state(name).get(key, deadline_s=deadline)
     if as_json:
         values = [base64.b64encode(value).decode() for value in found.values]
@@ -39,6 +55,16 @@ def get(
     raise typer.Exit(0 if found.values else 1)
 
 
+def _print_merged(merged: Merged[Any], as_json: bool) -> NoReturn:
+    from kvcomm.cli import resolved
+
+    if as_json:
+        sys.stdout.write(json.dumps(resolved.document(merged)) + "\n")
+    else:
+        sys.stdout.buffer.write(b"".join(line + b"\n" for line in resolved.lines(merged.value)))
+    raise typer.Exit(0 if merged.context else 1)
+
+
 def put(
     name: NameArgument,
     key: KeyArgument,
@@ -48,12 +74,17 @@ def put(
     config: ConfigOption = None,
     deadline: DeadlineOption = 5.0,
     blind: Annotated[bool, typer.Option("--blind", help="Do not read first: may make a sibling.")] = False,
+    kind: KindOption = "state",
 ) -> None:
-    """Write a value, replacing what is there now."""
+    """Write a value, replacing what is there now; of other classes, add to it."""
+    from kvcomm.cli import resolved
     from kvcomm.connect import connect
 
     content = sys.stdin.buffer.read() if value == "-" else value.encode()
     with connect(config, instance=instance, address=address, embed=False) as kv:
+        if kind != "state":
+            resolved.put(resolved.face(kv, kind, name), key, content, deadline)
+            return
         state = kv.state(name)
         if not blind:
             state.get(key, deadline_s=deadline)  # the client remembers the context, so the put replaces it
@@ -69,7 +100,7 @@ def ls(
     config: ConfigOption = None,
     deadline: DeadlineOption = 5.0,
 ) -> None:
-    """List records: state/<name>/<key> and context/<agent>/<session>."""
+    """List records: <class>/<name>/<key>, class state, counter, ..., and context/<agent>/<session>."""
     from kvcomm.connect import connect
 
     with connect(config, instance=instance, address=address, embed=False) as kv:

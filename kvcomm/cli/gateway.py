@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcomm.blockstore import BlockStore
+from kvcomm.blockstore import BlockStore, Depot
 from kvcomm.cli.node import NodeProcess, StoreBackend
 from kvcomm.errors import Conflict
 from kvcomm.rpc import AsyncPeers, Identity, run_async
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 class ShardBackend(StoreBackend):
     """Blocks of this shard, records of the whole ring."""
 
-    def __init__(self, process: NodeProcess, store: BlockStore, running: RunningShard) -> None:
+    def __init__(
+        self, process: NodeProcess, store: BlockStore, running: RunningShard, disk: Depot | None = None
+    ) -> None:
         super().__init__(process, store)
         self._running = running
+        self._disk = disk
         self._peers: dict[str, AsyncPeers] = {}
 
     def status(self) -> NodeStatus:
-        return self._process.status(self._store, self._running.ring().epoch)
+        return self._process.status(self._store, self._running.ring().epoch, self._disk)
 
     def ring(self) -> RingMap | None:
         ring = self._running.ring()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvcomm import __version__
 from kvcomm.block import BlockKey, Incarnation
-from kvcomm.blockstore import BlockStore
+from kvcomm.blockstore import BlockStore, Depot
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
+    from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
 
@@ -59,6 +62,12 @@ class NodeProcess:
         """Of this node's records: below ``storage.directory``, else in the instance's own directory."""
         root = self.settings.storage.directory
         return (Path(root) if root else self.instance.directory / "data") / self.node
+
+    @property
+    def disk_directory(self) -> Path | None:
+        """Of this shard's disk tier, if it is to have one."""
+        root = self.settings.shard.disk_path
+        return Path(root) / self.node if root else None
 
     async def announce(
         self, backend: StoreBackend, addresses: list[str], region: str, refresh: Callable[[], None]
@@ -114,7 +123,7 @@ class NodeProcess:
         if self._control is not None:
             self._control.ring_changed()
 
-    def status(self, store: BlockStore, epoch: int) -> NodeStatus:
+    def status(self, store: BlockStore, epoch: int, disk: Depot | None = None) -> NodeStatus:
         from kvcomm.wire.control_codec import NodeStatus
 
         return NodeStatus(
@@ -126,6 +135,7 @@ class NodeProcess:
             epoch,
             time.monotonic() - self._started_at,
             store.usage(),
+            None if disk is None else disk.usage(),
         )
 
     def refresh(
@@ -136,6 +146,7 @@ class NodeProcess:
         metrics.store(store.usage())
         metrics.gauge("kvcomm_connections").set(server.connection_count)
         metrics.gauge("kvcomm_ring_epoch").set(epoch)
+        metrics.counter("kvcomm_requests_overdue_total").advance_to(server.overdue_count)
         for message, count in server.request_counts.items():
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
         for status, count in grant_counts.items():
@@ -146,6 +157,7 @@ class NodeProcess:
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_rejected_writes_total").advance_to(counts.rejected_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
         metrics.gauge("kvcomm_hints").set(repair.hint_count)
@@ -159,6 +171,30 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+
+    def refresh_disk(self, disk: Depot | None, refill: RefillCounts) -> None:
+        """The same for its disk tier, if it has one, and for the copies that it got back."""
+        if disk is not None:
+            self.metrics.disk(disk.usage())
+        for outcome, count in refill.blocks.items():
+            self.metrics.counter("kvcomm_refilled_blocks_total", outcome=outcome).advance_to(count)
+        self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
+        for result, count in refill.rounds.items():
+            self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
+
+    def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
+        """The same for what goes over them on the disk."""
+        metrics = self.metrics
+        metrics.gauge("kvcomm_damaged_records").set(damaged_now)
+        for database, counts in scrubs.items():
+            metrics.counter("kvcomm_scrubbed_bytes_total", database=database).advance_to(counts.looked_bytes)
+            metrics.counter("kvcomm_scrub_passes_total", database=database).advance_to(counts.passes)
+            for problem, count in (
+                ("damaged", counts.damaged), ("lost", counts.lost), ("misfiled", counts.misfiled),
+                ("unreadable", counts.failed),
+            ):  # fmt: skip
+                series = metrics.counter("kvcomm_scrub_problems_total", database=database, problem=problem)
+                series.advance_to(count)
 
     def refresh_strong(self, counts: StrongCounts) -> None:
         """The same for its strong records."""

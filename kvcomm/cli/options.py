@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,3 +22,13 @@ AddressOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable: one JSON document on stdout.")]
 DeadlineOption = Annotated[float, typer.Option("--deadline", help="Give up after so many seconds.", min=0.01)]
+
+Kind = Literal["state", "counter", "set", "map", "max", "min", "register"]
+KindOption = Annotated[
+    Kind,
+    typer.Option(
+        "--as",
+        help="Class of the record. counter: put adds a whole number; set: adds an element; map: puts "
+        "field=value; max, min: offers a number; register: the last put is shown.",
+    ),
+]

@@ -4,7 +4,9 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,8 +15,10 @@ from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
     from kvcomm.cli.node import NodeProcess
+    from l2_rdma.owner import Owner
     from l2_rdma.pool import RunningPool
-    from l3_shard.server import RunningShard
+    from l3_shard.disk import BlockDisk
+    from l3_shard.server import RunningShard, ShardOptions
 
 InstanceName = Annotated[
     str, typer.Option("--instance", help="Cluster on this host that the node belongs to.")
@@ -87,35 +91,25 @@ def shard(
 
 
 async def _shard(process: NodeProcess, lifeline: bool) -> None:
-    from kvcomm.block import NO_TENANT
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
-    from l2_rdma.pool import PoolOptions, block_region
-    from l3_shard.desk import ShardLimits
-    from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
-    from l3_shard.server import ShardOptions, run_shard
+    from l3_shard.server import run_shard
 
-    settings, cluster = process.settings, process.settings.cluster
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
-    options = PoolOptions(settings.cache.l3_size_bytes, reservation_ttl_s=settings.cache.reservation_ttl_s)
 
-    async with block_region(
-        node=process.node,
-        instance=process.instance.name,
-        incarnation=process.incarnation,
-        tenant=NO_TENANT,
-        options=options,
-    ) as (store, _):
+    async with _shard_stores(process) as (store, disk):
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
                 process.refresh_strong(running.strong_counts())
+                process.refresh_disk(disk, running.refill_counts())
+                process.refresh_scrub(running.scrub_counts(), running.damaged_now())
 
-            backend = ShardBackend(process, store, running)
+            backend = ShardBackend(process, store, running, disk)
             work = process.announce(backend, running.addresses, "", refresh)
             announcing.append(asyncio.create_task(_or_stop(work, stop)))
 
@@ -126,20 +120,9 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 incarnation=process.incarnation,
                 credentials=process.instance.credentials(),
                 addresses=process.listen_at,
-                options=ShardOptions(
-                    process.storage_directory,
-                    settings.storage.fsync,
-                    settings.storage.fsync_interval_s,
-                    limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
-                    connect_timeout_s=settings.network.connect_timeout_s,
-                    repair=RepairOptions(
-                        cluster.repair_interval_s,
-                        cluster.hint_bytes,
-                        cluster.hint_age_s,
-                        cluster.tombstone_age_s,
-                    ),
-                ),
+                options=_shard_options(process),
                 blocks=store,
+                disk=disk,
                 stop=stop,
                 ready=ready,
                 dial=lambda peer: peer.local_address or peer.address,
@@ -149,6 +132,63 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
             await _end(announcing)
             await process.withdraw()
     _check(announcing)
+
+
+def _shard_options(process: NodeProcess) -> ShardOptions:
+    from kvcomm.validators import Validators
+    from l3_shard.desk import ShardLimits
+    from l3_shard.refilling import RefillOptions
+    from l3_shard.repair import RepairOptions
+    from l3_shard.scrub import ScrubOptions
+    from l3_shard.server import ShardOptions
+
+    settings, cluster = process.settings, process.settings.cluster
+    return ShardOptions(
+        process.storage_directory,
+        settings.storage.fsync,
+        settings.storage.fsync_interval_s,
+        limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
+        connect_timeout_s=settings.network.connect_timeout_s,
+        repair=RepairOptions(
+            cluster.repair_interval_s,
+            cluster.hint_bytes,
+            cluster.hint_age_s,
+            cluster.tombstone_age_s,
+            scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
+        ),
+        refill=RefillOptions(
+            cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
+        ),
+        validators=Validators(settings.records.validators),
+    )
+
+
+@asynccontextmanager
+async def _shard_stores(process: NodeProcess) -> AsyncIterator[tuple[Owner, BlockDisk | None]]:
+    """The shard's memory for blocks, and the disk tier beneath it if there is to be one."""
+    from kvcomm.block import NO_TENANT
+    from l2_rdma.pool import PoolOptions, block_region
+    from l3_shard.disk import block_disk
+
+    cache, shard = process.settings.cache, process.settings.shard
+    async with block_region(
+        node=process.node,
+        instance=process.instance.name,
+        incarnation=process.incarnation,
+        tenant=NO_TENANT,
+        options=PoolOptions(cache.l3_size_bytes, reservation_ttl_s=cache.reservation_ttl_s),
+    ) as (store, _):
+        if process.disk_directory is None:
+            yield store, None
+            return
+        async with block_disk(
+            process.disk_directory,
+            shard.disk_bytes,
+            store,
+            fsync=shard.disk_fsync == "always",
+            clock=time.monotonic,
+        ) as disk:
+            yield store, disk
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:

@@ -55,6 +55,7 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
                 said = control.status(timeout_s=2.0)
             row |= {"epoch": said.epoch, "uptime_s": said.uptime_s}
             row["usage"] = asdict(said.usage) if said.usage else None
+            row["disk"] = asdict(said.disk) if said.disk else None
         except KVCommError as error:
             row["error"] = error.message
         rows.append(row)
@@ -86,6 +87,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
         Console().print(table)
+        for row in rows:
+            if row["instance"] == instance and row.get("disk"):
+                Console().print(escape(f"  {row['node']} disk {_disk(row['disk'])}"), highlight=False)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -98,3 +102,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
         counts = (usage["evicted_count"], usage["quarantined_count"])
         cells += [str(usage["block_count"]), used, size, pinned, *map(str, counts)]
     return cells
+
+
+def _disk(usage: dict[str, Any]) -> str:
+    """One line: what the disk tier holds, and what it did not do."""
+    line = (
+        f"{usage['state']}: {usage['block_count']} blocks, {size_text(usage['used_bytes'])} of "
+        f"{size_text(usage['capacity_bytes'])}"
+    )
+    told = ("waiting", "evicted", "dropped", "damaged", "error", "busy")
+    counts = [f"{usage[f'{name}_count']} {name}" for name in told if usage[f"{name}_count"]]
+    return ", ".join([line, *counts])

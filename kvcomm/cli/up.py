@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -218,6 +219,7 @@ def _say_exit(event: Event, launcher: LocalLauncher) -> None:
     if not isinstance(event, NodeExited):
         return
     why = event.reason or launcher.last_words(event.node) or "it printed nothing"
-    sys.stderr.write(f"kvcomm: {event.node} ended with code {event.code}: {why}\n")
+    how = f"by {signal.Signals(-event.code).name}" if event.code < 0 else f"with code {event.code}"
+    sys.stderr.write(f"kvcomm: {event.node} ended {how}: {why}\n")
     sys.stderr.write(f"kvcomm: all that it said is in {launcher.log_path(event.node)}\n")
     sys.stderr.flush()

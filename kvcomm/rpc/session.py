@@ -11,6 +11,9 @@ requests move to the outbox as long as it is below its high-water mark.  An :cla
 ``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, or idempotent),
 else ``outcome_unknown``.  An exchange that was given up stays in the table until its reply has been thrown
 away, so that no late byte is written to a destination that the caller has back.
+
+Requests carry their deadline on the server's clock as soon as the server has told its own
+(``kvcomm.wire.deadlines``), so that one that was given up here is not begun there later.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from kvcomm.block import BlockKey, Incarnation, block_keys
 from kvcomm.errors import Corrupt, KVCommError, TooLarge
 from kvcomm.namespace import Namespace
 from kvcomm.steps import Answer, Ask
+from kvcomm.wire.deadlines import ServerClock
 from kvcomm.wire.frames import Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox, Parcel
@@ -72,6 +77,7 @@ class Exchange:
     read it."""
     retried: bool = False
     number: int = 0
+    queued_at: float = 0.0
     parcel: Parcel | None = None
 
     def finish(self, answer: Answer) -> None:
@@ -116,6 +122,7 @@ class Session:
         self._held: deque[Exchange] = deque()
         self._pending: dict[int, Exchange] = {}
         self._last_number = _HELLO_NUMBER
+        self._clock = ServerClock()
         hello = Hello(PROTOCOL_VERSION, identity.token, identity.caller, KEY_VECTOR)
         self.outbox.put(encode_frame(_HELLO_NUMBER, hello))
 
@@ -148,6 +155,7 @@ class Session:
         for frame in self.reader.advance(received_bytes):
             exchange = self._pending.pop(frame.request, None)
             if exchange is not None:
+                self._clock.heard(frame.stamp, exchange.queued_at, now)
                 exchange.finish(Answer(frame.message, frame.payload, now))
             elif frame.request == _HELLO_NUMBER and self.welcome is None:
                 self._greeted(frame, now)
@@ -183,12 +191,13 @@ class Session:
 
     def _queue(self, exchange: Exchange, now: float) -> None:
         self._last_number += 1
+        stamp = self._clock.stamp(exchange.deadline, now)
         try:
-            frame = encode_frame(self._last_number, exchange.ask.message, exchange.ask.payload)
+            frame = encode_frame(self._last_number, exchange.ask.message, exchange.ask.payload, stamp)
         except TooLarge as error:
             exchange.fail(error.message, now, failure=Failure(error.code, error.message))
             return
-        exchange.number = self._last_number
+        exchange.number, exchange.queued_at = self._last_number, now
         exchange.parcel = self.outbox.put(frame, exchange._left)
         self._pending[exchange.number] = exchange
 
@@ -199,6 +208,7 @@ class Session:
         if not isinstance(frame.message, Welcome):
             raise Corrupt(f"{type(frame.message).__name__} in place of Welcome")
         self.welcome = frame.message
+        self._clock.heard(frame.stamp, -inf, now)
         self.pump(now)
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:

@@ -6,10 +6,11 @@ Pure.  What comes in is checked here, before a role sees it; :class:`RequestErro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import cast
 
 from kvcomm.block import BlockKey, Incarnation
-from kvcomm.blockstore import StoreUsage
+from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
 from kvcomm.errors import TooLarge
 from kvcomm.wire import control_pb2 as pb
 from kvcomm.wire.messages import (
@@ -48,6 +49,8 @@ class NodeStatus:
     """Of the ring; 0 = none yet."""
     uptime_s: float
     usage: StoreUsage | None
+    disk: DepotUsage | None = None
+    """Of a shard with a disk tier."""
 
 
 # -- status --------------------------------------------------------------------------------------------------
@@ -63,6 +66,7 @@ def status_to_pb(status: NodeStatus) -> pb.StatusReply:
         epoch=status.epoch,
         uptime_seconds=status.uptime_s,
         usage=_usage_to_pb(status.usage) if status.usage else None,
+        disk=pb.DepotUsage(**asdict(status.disk)) if status.disk else None,
     )
 
 
@@ -76,6 +80,7 @@ def status_from_pb(reply: pb.StatusReply) -> NodeStatus:
         epoch=reply.epoch,
         uptime_s=reply.uptime_seconds,
         usage=_usage_from_pb(reply.usage) if reply.HasField("usage") else None,
+        disk=_disk_from_pb(reply.disk) if reply.HasField("disk") else None,
     )
 
 
@@ -101,6 +106,11 @@ def _usage_from_pb(usage: pb.StoreUsage) -> StoreUsage:
         evicted_count=usage.evicted_count,
         quarantined_count=usage.quarantined_count,
     )
+
+
+def _disk_from_pb(disk: pb.DepotUsage) -> DepotUsage:
+    counts = {each.name: getattr(disk, each.name) for each in fields(DepotUsage) if each.name != "state"}
+    return DepotUsage(state=cast("DepotState", disk.state), **counts)
 
 
 # -- ring ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "role", "instance", "version", "incarnation", "epoch", "uptime_seconds", "usage")
+    __slots__ = ("node", "role", "instance", "version", "incarnation", "epoch", "uptime_seconds", "usage", "disk")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class StatusReply(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     node: str
     role: str
     instance: str
@@ -28,7 +29,8 @@ class StatusReply(_message.Message):
     epoch: int
     uptime_seconds: float
     usage: StoreUsage
-    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., usage: _Optional[_Union[StoreUsage, _Mapping]] = ...) -> None: ...
+    disk: DepotUsage
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., usage: _Optional[_Union[StoreUsage, _Mapping]] = ..., disk: _Optional[_Union[DepotUsage, _Mapping]] = ...) -> None: ...
 
 class StoreUsage(_message.Message):
     __slots__ = ("capacity_bytes", "used_bytes", "reserved_bytes", "pinned_bytes", "block_count", "evicted_count", "quarantined_count")
@@ -47,6 +49,36 @@ class StoreUsage(_message.Message):
     evicted_count: int
     quarantined_count: int
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., quarantined_count: _Optional[int] = ...) -> None: ...
+
+class DepotUsage(_message.Message):
+    __slots__ = ("state", "capacity_bytes", "used_bytes", "block_count", "waiting_count", "written_count", "read_count", "promoted_count", "evicted_count", "dropped_count", "damaged_count", "error_count", "busy_count")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    READ_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BUSY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    block_count: int
+    waiting_count: int
+    written_count: int
+    read_count: int
+    promoted_count: int
+    evicted_count: int
+    dropped_count: int
+    damaged_count: int
+    error_count: int
+    busy_count: int
+    def __init__(self, state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., written_count: _Optional[int] = ..., read_count: _Optional[int] = ..., promoted_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., dropped_count: _Optional[int] = ..., damaged_count: _Optional[int] = ..., error_count: _Optional[int] = ..., busy_count: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("node", "address", "local_address", "control", "rack", "weight")

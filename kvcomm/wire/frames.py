@@ -3,12 +3,13 @@
 A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
 
     0   magic 2s = "KV"      8   request u64          24  checksum u64   xxh3-64 of bytes [0, 24)
-    2   version u8           16  payload_bytes u64                       and the message
-    3   flags u8 (0)
+    2   version u8           16  payload_bytes u40                       and the message
+    3   flags u8 (0)         21  stamp u24
     4   message_bytes u32
 
 The payload is not covered: blocks carry their own checksum, which the reader verifies after arrival.
-Requests are pipelined: a reply carries its request's number, and replies may come in any order.
+Requests are pipelined: a reply carries its request's number, and replies may come in any order.  The stamp of
+a request is its deadline, that of a reply the time, both of the server's clock (``kvcomm.wire.deadlines``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Union, cast
 
 import msgspec
@@ -34,6 +35,8 @@ _SCRAP = memoryview(bytearray(256 << 10))
 
 _PREFIX = struct.Struct("<2sBBIQQQ")
 _SUMMED_BYTES = 24
+_STAMP_SHIFT = 40
+_PAYLOAD_MASK = (1 << _STAMP_SHIFT) - 1
 PREFIX_BYTES = _PREFIX.size
 
 _encoder = msgspec.msgpack.Encoder()
@@ -54,9 +57,13 @@ class Frame:
     request: int
     message: Message
     payload: list[memoryview]
+    stamp: int = field(default=0, compare=False)
+    """0 = none."""
 
 
-def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ()) -> list[Buffer]:
+def encode_frame(
+    request: int, message: Message, payload: Iterable[Buffer] = (), stamp: int = 0
+) -> list[Buffer]:
     """The pieces to send, in order; payload buffers are passed through, not copied.
 
     Raises:
@@ -69,7 +76,8 @@ def encode_frame(request: int, message: Message, payload: Iterable[Buffer] = ())
         raise TooLarge(
             f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch"
         )
-    head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, payload_bytes, 0)[:_SUMMED_BYTES]
+    sizes = payload_bytes | stamp << _STAMP_SHIFT
+    head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, sizes, 0)[:_SUMMED_BYTES]
     return [head + _checksum(head, body) + body, *pieces]
 
 
@@ -160,9 +168,10 @@ class FrameReader:
         if have < PREFIX_BYTES:
             return False
         head = bytes(self._staging[self._begin : self._begin + _SUMMED_BYTES])
-        magic, version, _, body_bytes, request, payload_bytes, checksum = _PREFIX.unpack_from(
+        magic, version, _, body_bytes, request, sizes, checksum = _PREFIX.unpack_from(
             self._staging, self._begin
         )
+        payload_bytes, stamp = sizes & _PAYLOAD_MASK, sizes >> _STAMP_SHIFT
         if magic != MAGIC or version != PROTOCOL_VERSION:
             raise Corrupt(f"not a version {PROTOCOL_VERSION} frame (magic {magic!r}, version {version})")
         if body_bytes > self.message_bytes_max or payload_bytes > self.payload_bytes_max:
@@ -174,7 +183,8 @@ class FrameReader:
             raise Corrupt("frame checksum does not match")
         message = _decode(body)
         self._begin += PREFIX_BYTES + body_bytes
-        self._start_payload(Frame(request, message, self._place(request, message, payload_bytes)), frames)
+        place = self._place(request, message, payload_bytes)
+        self._start_payload(Frame(request, message, place, stamp), frames)
         return True
 
     def _place(self, request: int, message: Message, payload_bytes: int) -> list[memoryview]:

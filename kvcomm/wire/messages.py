@@ -21,6 +21,8 @@ SUSPECTS_MAX = 64
 """Most keys of one ``BlockSuspect``."""
 VALUE_BYTES_MAX = 1 << 20
 """Largest record value."""
+FENCE_MAX = (1 << 63) - 1
+"""Largest epoch of a lease."""
 
 
 T = TypeVar("T")
@@ -202,6 +204,31 @@ class BlockListed(Message, frozen=True):
     items: Many[BlockItem]
 
 
+class BlockHoldings(Message, frozen=True):
+    """Shard to shard: which of your blocks behind ``after`` do I own, too?  Goes through at most ``limit``
+    of them."""
+
+    epoch: int
+    node: str
+    """Who asks."""
+    after: bytes
+    limit: int
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    copy_bytes: int
+    used: bool
+    """Read lately, as far as eviction knows."""
+
+
+class BlockHeld(Message, frozen=True):
+    items: Many[Holding]
+    """Sorted by key."""
+    resume: bytes | None
+    """Where to go on (``after``); ``None`` = that was all."""
+
+
 # -- records
 # -------------------------------------------------------------------------------------------------------
 
@@ -228,6 +255,8 @@ class RecordState(msgspec.Struct, frozen=True, array_like=True):
 class RecordGet(Message, frozen=True):
     epoch: int
     keys: Many[bytes]
+    least: Many[Dots] = []
+    """One a key, or none at all: what the answer must have seen, else it is ``degraded``."""
 
 
 class RecordStates(Message, frozen=True):
@@ -244,6 +273,8 @@ class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
     """What the caller had read; the write replaces exactly what this covers, and ``own``."""
     own: tuple[str, int] | None = None
     """Dot of the caller's last write of the record, where no context can cover it (see ``RecordVersion``)."""
+    delta: bytes | None = None
+    """Of a record that is resolved (``kvcomm.resolvers``): the change, instead of a value."""
 
 
 class RecordPut(Message, frozen=True):
@@ -385,6 +416,8 @@ class StrongRegister(msgspec.Struct, frozen=True, array_like=True):
     version.  Empty = never changed, or deleted and removed since."""
     value: bytes | None
     """``None`` = absent or deleted."""
+    fence: int = 0
+    """The largest lease epoch under which it was changed; a change under a smaller one is refused."""
 
     @property
     def version(self) -> bytes:
@@ -412,6 +445,8 @@ class StrongOrder(msgspec.Struct, frozen=True, array_like=True):
     """Of ``cas``; empty = there must be no value."""
     value: bytes | None = None
     """``None`` in a ``cas`` deletes."""
+    fence: int = 0
+    """Epoch of the lease that the change is made under; 0 = none."""
 
 
 class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -419,10 +454,13 @@ class StrongOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     code: str
     """Empty = done; else an error's code: ``conflict`` (not done, and ``version`` and ``value`` are what the
-    record had instead), ``unavailable`` (not done), ``outcome_unknown``, ``refused`` (not done)."""
+    record had instead), ``fenced`` (not done, told likewise), ``unavailable`` (not done),
+    ``outcome_unknown``, ``refused`` (not done)."""
     version: bytes
     value: bytes | None
     text: str = ""
+    fence: int = 0
+    """The record's, where its version is told."""
 
 
 class StrongRead(Message, frozen=True):
@@ -550,6 +588,22 @@ class StrongRemove(Message, frozen=True):
     record that it does not have."""
 
 
+class RecordFate(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one write of a batch."""
+
+    version: RecordVersion | None
+    """``None``: it was not done, or is not known to be."""
+    code: str = ""
+    """Of the failure then; see ``kvcomm.errors``."""
+    text: str = ""
+
+
+class RecordFates(Message, frozen=True):
+    """The answer to a ``RecordPut`` whose writes had different fates; in its order."""
+
+    fates: Many[RecordFate]
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
@@ -557,5 +611,7 @@ MESSAGES: tuple[type[Message], ...] = (
     RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
     RecordKeys, RingMap, RingGet, StrongRead, StrongChange,
     StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
+    BlockHoldings, BlockHeld,
+    RecordFates,
     StrongSettle, StrongSettling, StrongRemove,
 )  # fmt: skip

@@ -11,7 +11,8 @@ import pytest
 from kvcomm.aio import AsyncClient
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
-from kvcomm.client import DEADLINE_S_MAX, Client
+from kvcomm.client import Client
+from kvcomm.deadline import DEADLINE_S_MAX
 from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
 from kvcomm.operations import Operations

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvcomm.config import Config, parse_config, reference, settings
 from kvcomm.errors import ConfigError
+from kvcomm.validators import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 RAM = 16_000_000_000
@@ -226,3 +227,31 @@ def test_every_setting_says_its_consequence_and_has_its_unit_last() -> None:
             assert attribute == f"{declared.key}_s"
         else:
             assert attribute == declared.key
+
+
+def test_validators_are_rules() -> None:
+    text = """
+records:
+  validators:
+    - {names: "counter/budget/*", min: 0}
+    - {names: "set/tags/*", count_max: 100, value_bytes_max: "1KiB"}
+"""
+    assert parse(text).records.validators == (
+        Rule("counter/budget/*", min=0),
+        Rule("set/tags/*", count_max=100, value_bytes_max=1024),
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("x", "a list of rules"),
+        ([1], "a list of rules"),
+        ([{"names": "state/a/b"}], "rule 1: state/a/b: the rule says nothing"),
+        ([{"names": "state/a/b", "value_bytes_max": "wide"}], "rule 1: is 'wide'"),
+        ([{1: 2}], "rule 1: a rule has no 1"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused_by_number(written: object, says: str) -> None:
+    [problem] = refusal(yaml.safe_dump({"records": {"validators": written}}))
+    assert problem.startswith("records.validators") and says in problem

@@ -55,6 +55,16 @@ def test_any_cutting_gives_the_same_frames(sent: list[Sent], cuts: list[int]) ->
     assert reader.idle
 
 
+@given(stamp=st.integers(0, 2**24 - 1), payload=st.binary(max_size=3_000), request=st.integers(0, 2**64 - 1))
+def test_a_stamp_travels_beside_the_size(stamp: int, payload: bytes, request: int) -> None:
+    pieces = encode_frame(request, Ping(), [payload], stamp)
+    [frame] = feed(FrameReader(), b"".join(bytes(piece) for piece in pieces), [500])
+    assert (frame.request, frame.stamp, b"".join(frame.payload)) == (request, stamp, payload)
+    assert bytes(encode_frame(request, Ping(), [payload], 0)[0]) == bytes(
+        encode_frame(request, Ping(), [payload])[0]
+    )
+
+
 @given(payload=st.binary(min_size=1, max_size=4_000), splits=st.lists(st.integers(0, 4_000), max_size=5))
 def test_a_payload_lands_in_the_pieces_that_the_sink_names(payload: bytes, splits: list[int]) -> None:
     edges = [0, *sorted(min(split, len(payload)) for split in splits), len(payload)]

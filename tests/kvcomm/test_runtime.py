@@ -21,6 +21,7 @@ from kvcomm.machine import (
     Origin,
     Received,
     Reply,
+    Resumed,
     Stop,
     Tick,
     Ticket,
@@ -280,6 +281,57 @@ def test_a_machine_that_breaks_is_not_used_again() -> None:
         shell.runtime.deliver(Tick())
         assert shell.stops == ["broken invariant: AssertionError('count is negative')"]
         assert len(shell.machine.events) == 1
+        await shell.close()
+
+    run(main)
+
+
+class Clock:
+    """Stands until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_who_stood_still_hears_of_it_before_what_came_meanwhile() -> None:
+    async def main() -> None:
+        shell, clock = Shell(lambda event: []), Clock()
+        shell.runtime._clock = clock
+        shell.runtime.deliver(Tick())
+        clock.now += 10.0
+        shell.runtime.deliver(Closed(ORIGIN.connection))
+        shell.runtime.deliver(Tick())
+        assert shell.machine.events == [Tick(), Resumed(), Closed(ORIGIN.connection), Tick()]
+        assert shell.runtime.resumed_count == 1
+        await shell.close()
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_who_stood_still_with_nothing_to_do_hears_of_it_too() -> None:
+    async def main() -> None:
+        shell, clock = Shell(lambda event: []), Clock()
+        shell.runtime._clock = clock
+        shell.runtime.deliver(Tick())
+        clock.now += 10.0
+        assert await shell.heard(2) == [Tick(), Resumed()]
+        await shell.close()
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_an_idle_process_did_not_stand_still() -> None:
+    async def main() -> None:
+        shell = Shell(lambda event: [])
+        shell.runtime.deliver(Tick())
+        await asyncio.sleep(3 * shell.runtime._pulse.beat_s)
+        shell.runtime.deliver(Tick())
+        assert shell.machine.events == [Tick(), Tick()]
         await shell.close()
 
     run(main)

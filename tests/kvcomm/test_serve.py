@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvcomm.machine import Origin
 from kvcomm.rpc import KEY_VECTOR, Connection, Identity, Peers, run_blocking
 from kvcomm.serve import ReplyFunction
 from kvcomm.steps import Ask
+from kvcomm.wire.deadlines import SLACK_S, stamp_of
 from kvcomm.wire.frames import Frame, encode_frame
 from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
@@ -469,3 +471,48 @@ def test_the_server_runs_on_uvloop(service: KeyValues, monkeypatch: pytest.Monke
         assert ends(dialogue)
         peers.close()
         until(lambda: len(service.ended) == 2)
+
+
+# -- deadlines
+
+
+def test_what_lay_in_the_socket_until_its_sender_had_given_up_is_not_done(
+    server: Served, service: KeyValues
+) -> None:
+    with closing(Peers(IDENTITY)) as peers:
+        late = Ask(server.address, RecordPut(1, []), timeout_s=0.05)
+        run_blocking(ask(Ask(server.address, RingGet())), peers, soon())
+        go_on = server.pause()
+        answer = run_blocking(ask(late), peers, soon())
+        assert isinstance(answer.message, Failure) and answer.message.code == "outcome_unknown"
+        begin = time.monotonic()
+        until(lambda: time.monotonic() > begin + 2 * SLACK_S)
+        go_on.set()
+        until(lambda: server.server.overdue_count == 1)
+        run_blocking(ask(Ask(server.address, RingGet())), peers, soon())
+    assert service.handled == [RingGet(), RingGet()], "executed late: 0"
+
+
+def test_what_waited_a_while_and_is_still_waited_for_is_done(server: Served, service: KeyValues) -> None:
+    with closing(Peers(IDENTITY)) as peers:
+        run_blocking(ask(Ask(server.address, RingGet())), peers, soon())
+        go_on = server.pause()
+        threading.Timer(0.3, go_on.set).start()
+        answer = run_blocking(ask(Ask(server.address, RingGet(), timeout_s=PATIENCE_S)), peers, soon())
+    assert answer.message == Done() and server.server.overdue_count == 0
+
+
+def test_an_overdue_request_is_refused_as_not_done(service: KeyValues) -> None:
+    with served(service, clock=lambda: 1_000.0) as server, guest(server.address) as dialogue:
+        for number, deadline in ((1, 999.0), (2, 1_001.0)):
+            pieces = encode_frame(number, RingGet(), (), stamp_of(deadline))
+            dialogue.socket.sendall(b"".join(bytes(piece) for piece in pieces))
+        first, second = dialogue.hear(), dialogue.hear()
+        assert isinstance(first.message, Failure) and first.message.code == "unavailable"
+        assert "nothing was done" in first.message.text
+        assert second.message == Done() and second.stamp == stamp_of(1_000.0)
+        pieces = encode_frame(3, BlockPut(0, [Want(b"k", 1)]), [b"x"], stamp_of(999.0))
+        dialogue.socket.sendall(b"".join(bytes(piece) for piece in pieces))
+        assert not isinstance(dialogue.hear().message, Failure), (
+            "its room is given away: it may as well be kept"
+        )

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm import stateplane
-from kvcomm.errors import Conflict, Corrupt, TooLarge
+from kvcomm.errors import Conflict, Corrupt, PartlyDone, TooLarge, WriteOutcome, batch_error
 from kvcomm.manifest import Manifest
 from kvcomm.metrics import Metrics
-from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
+from kvcomm.stateplane import Context, StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer
-from kvcomm.wire.messages import VALUE_BYTES_MAX, RecordVersion, RecordWrite
+from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 from tests.kvcomm.test_blockplane import NAMESPACE, run
 
 
@@ -27,8 +27,11 @@ class FakeRecords:
     answers: dict[bytes, RecordAnswer] = field(default_factory=dict)
     written: list[RecordWrite] = field(default_factory=list)
     own: bool = False
+    asked: list[list[Dots]] = field(default_factory=list)
+    """The least contexts of each get."""
 
-    def record_get(self, keys: Sequence[bytes]) -> Steps[list[RecordAnswer]]:
+    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        self.asked.append([dict(each) for each in least])
         yield from ()
         return [self.answers.get(key, RecordAnswer((), {}, False)) for key in keys]
 
@@ -101,6 +104,60 @@ def test_the_context_of_another_record_is_refused() -> None:
             run(state.put([(b"n", b"fine", None), (b"m", b"v", context)]))
     assert len(records.written) == 1
     run(state.put([(b"m", b"v", {}), (b"m", b"v", dict(written))]))
+
+
+def test_a_get_asks_for_what_was_read_and_written_before() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n", b"m"]))
+    run(state.put([(b"m", b"v", None)]))
+    run(state.get([b"n", b"m"]))
+    assert records.asked == [[{}, {}], [{"x": 4}, {"a": 1}]]
+
+
+def test_an_own_write_counts_also_where_no_context_covers_it() -> None:
+    class Uncovered(FakeRecords):
+        def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+            yield from ()
+            return [RecordVersion("b", 7, dict(write.context), 2, True) for write in writes]
+
+    records = Uncovered({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n"]))
+    run(state.put([(b"n", b"w", None)]))
+    run(state.get([b"n"]))
+    assert records.asked[-1] == [{"x": 4, "b": 7}]
+
+
+def test_a_degraded_answer_lowers_nothing_and_a_sound_one_may() -> None:
+    """A sound answer without what was asked for says that the record was removed and begun anew."""
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    run(state.get([b"n"]))
+    records.answers[b"n"] = RecordAnswer((b"old",), {"x": 2, "y": 1}, True)
+    run(state.get([b"n"]))
+    run(state.get([b"n"]))
+    records.answers[b"n"] = RecordAnswer((), {}, False)
+    run(state.get([b"n"]))
+    run(state.get([b"n"]))
+    assert records.asked == [[{}], [{"x": 4}], [{"x": 4, "y": 1}], [{"x": 4, "y": 1}], [{}]]
+
+
+def test_an_answer_that_was_asked_for_before_a_write_does_not_forget_the_write() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False)})
+    state = plane(records)
+    reading = state.get([b"n"])
+
+    def late(keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
+        run(state.put([(b"n", b"w", None)]))  # another thread, while the get is under way
+        yield from ()
+        return [records.answers[key] for key in keys]
+
+    records.record_get = late  # type: ignore[method-assign]
+    run(reading)
+    del records.record_get
+    run(state.get([b"n"]))
+    assert records.asked == [[{"x": 4, "a": 1}]]
 
 
 def test_what_a_caller_does_to_a_context_is_not_remembered() -> None:
@@ -179,3 +236,30 @@ def test_siblings_that_went_different_ways_are_a_conflict() -> None:
 def test_a_head_that_is_no_manifest_is_corrupt() -> None:
     with pytest.raises(Corrupt):
         head_of(b"junk")
+
+
+def test_what_was_done_of_a_batch_is_remembered_and_told_by_the_callers_keys() -> None:
+    one, two = record_name("state", "n", "j"), record_name("state", "n", "k")
+    done = WriteOutcome(one, "done", ("a", 1), {"a": 1}, own=True)
+    refused = WriteOutcome(two, "not_done", error=Conflict("siblings"))
+
+    class Half(FakeRecords):
+        def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
+            if len(writes) == 2:
+                yield from ()
+                raise batch_error([done, refused])
+            return (yield from super().record_put(writes))
+
+    records, metrics = Half(), Metrics("client")
+    state = StatePlane(records, Tally(metrics, clock=lambda: 0.0))
+    with pytest.raises(PartlyDone) as caught:
+        run(state.put([(one, b"v", None), (two, b"v", None)]))
+    first, second = caught.value.outcomes
+    assert isinstance(first.context, Context) and first.context.record == done.key
+    assert first.context.own == ("a", 1) and first.context == {"a": 1}
+    assert second.context is None and isinstance(second.error, Conflict)
+    run(state.put([(one, b"w", None)]))
+    assert records.written[-1] == RecordWrite(one, b"w", {"a": 1}, ("a", 1))
+    for outcome in ("ok", "failed"):
+        series = metrics.counter("kvcomm_record_operations_total", operation="put", outcome=outcome)
+        assert series.value == (2 if outcome == "ok" else 1)

@@ -58,7 +58,7 @@ def test_a_publish_counts_what_became_of_each_block_in_each_tier() -> None:
 
 def test_records_count_one_by_one_also_where_they_fail() -> None:
     class Failing(FakeRecords):
-        def record_get(self, keys: object) -> Steps[list[RecordAnswer]]:
+        def record_get(self, keys: object, least: object = ()) -> Steps[list[RecordAnswer]]:
             yield from ()
             raise Unavailable("nobody")
 

@@ -3,11 +3,11 @@
 import pytest
 
 from kvcomm.block import HEADER_BYTES, BlockHeader
-from kvcomm.blockstore import BlockStore
+from kvcomm.blockstore import ANY_TENANT, BlockStore
 from kvcomm.wire.messages import Grant, Want
 from l2_rdma import owner
 from l2_rdma.layout import BACKED_WORD, PIN_SHARE_WORD, RESERVED_FLAG, SUSPECT_FIRST_WORD
-from l2_rdma.owner import ANY_TENANT, REBALANCE_INTERVAL_S
+from l2_rdma.owner import REBALANCE_INTERVAL_S
 from tests.l2_rdma.regions import (
     COPY_BYTES,
     OTHER_TENANT,
@@ -586,3 +586,29 @@ def test_the_deadline_is_the_next_expiry_or_the_next_look():
     pool.owner.tick(5.1)
     assert pool.owner.deadline() == 5.35
     assert pool.owner.usage().reserved_bytes == 0
+
+
+def test_a_reservation_that_may_not_evict_leaves_what_is_there():
+    pool = OwnedMemory()
+    fitting = 0
+    while pool.owner.reserve([Want(key_of(fitting), COPY_BYTES)], 1, TENANT, 0.0, evict=False)[0].token:
+        fitting += 1
+    assert fitting and pool.owner.usage().evicted_count == 0
+    pool.owner.release_holder(1)
+    for number in range(fitting):
+        assert pool.put(number) == "stored"
+    kept = pool.owner.listing(b"", 10 * fitting, TENANT)
+    refused = pool.owner.reserve([Want(key_of(1000), COPY_BYTES)], 1, TENANT, 0.0, evict=False)
+    assert [grant.status for grant in refused] == ["full"]
+    assert pool.owner.listing(b"", 10 * fitting, TENANT) == kept
+
+
+def test_a_lease_that_is_no_use_leaves_no_mark():
+    pool = OwnedMemory()
+    pool.put(1)
+    lease = pool.owner.lease(key_of(1), TENANT, use=False)
+    assert lease is not None and pool.owner.used([key_of(1), key_of(2)]) == [False, False]
+    lease.release()
+    lease = pool.owner.lease(key_of(1), TENANT)
+    assert lease is not None and pool.owner.used([key_of(1)]) == [True]
+    lease.release()

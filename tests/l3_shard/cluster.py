@@ -37,7 +37,21 @@ from l3_shard.repair import RepairOptions
 from l3_shard.replica import first_replica, later
 from l3_shard.ring import Ring
 from l3_shard.shard import RingChanged, Shard
-from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Scan, Scanned, Survey, Surveyed
+from l3_shard.storage import (
+    Audit,
+    Audited,
+    Entry,
+    Load,
+    Loaded,
+    Persist,
+    Persisted,
+    Scan,
+    Scanned,
+    Survey,
+    Surveyed,
+    Sweep,
+    Swept,
+)
 from l3_shard.tombstones import dead_since
 
 NODE_TENANT = b"N" * 16
@@ -56,6 +70,8 @@ class Disk:
     replica: str
     records: dict[bytes, RecordState] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
+    lost: set[bytes] = field(default_factory=set)
+    """Not to be read any more, while the index still has them."""
     notes: dict[bytes, bytes] = field(default_factory=dict)
     removed_count: int = 0
 
@@ -65,6 +81,7 @@ class Disk:
         self.removed_count += sum(not state.context for _, state in persist.writes)
         self.replica = later(self.replica, persist.replica)
         self.damaged.difference_update(key for key, _ in persist.writes)
+        self.lost.difference_update(key for key, _ in persist.writes)
 
 
 T = TypeVar("T")
@@ -289,6 +306,10 @@ class Cluster:
                 self.after(self._disk_s(), lambda: self._persist(node, life, effect))
             case Survey():
                 self.after(self._disk_s(), lambda: self._survey(node, life, effect))
+            case Sweep():
+                self.after(self._disk_s(), lambda: self._sweep(node, life, effect))
+            case Audit():
+                self.after(self._disk_s(), lambda: self._audit(node, life, effect))
             case Scan(ticket, prefix, after, limit):
                 self.after(self._disk_s(), lambda: self._scan(node, life, ticket, prefix, after, limit))
             case Stop(reason):
@@ -334,7 +355,8 @@ class Cluster:
             return
         disk = self.disks[node]
         damaged = tuple(key for key in keys if key in disk.damaged)
-        states = tuple(None if key in damaged else disk.records.get(key) for key in keys)
+        unread = {*damaged, *disk.lost}
+        states = tuple(None if key in unread else disk.records.get(key) for key in keys)
         self._deliver(node, life, Loaded(ticket, states, damaged))
 
     def _persist(self, node: str, life: int, persist: Persist) -> None:
@@ -349,11 +371,32 @@ class Cluster:
     def _passes(self, reliable: bool, *ends: str) -> bool:
         return self.away.isdisjoint(ends) and (reliable or self.draw.random() >= self.faults.loss)
 
-    def _survey(self, node: str, life: int, survey: Survey) -> None:
+    def _sweep(self, node: str, life: int, sweep: Sweep) -> None:
+        leaves = [(leaf, tuple(entries)) for leaf, entries in sorted(self._index(node).items())]
+        left = [leaf for leaf in leaves if leaf[0] >= sweep.first]
+        self._deliver(node, life, Swept(sweep.ticket, tuple(left[:3]), left[3][0] if left[3:] else None))
+
+    def _audit(self, node: str, life: int, audit: Audit) -> None:
+        disk = self.disks[node]
+        left = [key for key in sorted(disk.records) if key > audit.resume]
+        part = left[: min(3, audit.records)]
+        damaged = tuple(key for key in part if key in disk.damaged)
+        lost = tuple(key for key in part if key in disk.lost)
+        resume = part[-1] if len(part) < len(left) else None
+        total = len(disk.records)
+        self._deliver(
+            node, life, Audited(audit.ticket, len(part), len(part), total, damaged, lost, (), resume)
+        )
+
+    def _index(self, node: str) -> dict[int, list[Entry]]:
         by_leaf: dict[int, list[Entry]] = {}
         for key, state in sorted(self.disks[node].records.items()):
             entry = Entry(key, state_digest(key, state), dead_since(state))
             by_leaf.setdefault(leaf_of(key), []).append(entry)
+        return by_leaf
+
+    def _survey(self, node: str, life: int, survey: Survey) -> None:
+        by_leaf = self._index(node)
         leaves = tuple(tuple(by_leaf.get(leaf, ())) for leaf in survey.leaves)
         self._deliver(node, life, Surveyed(survey.ticket, leaves))
 

@@ -23,7 +23,7 @@ from l3_shard.hints import PREFIX
 from l3_shard.merkle import FAN_OUT, MerkleTree, leaf_of, state_digest
 from l3_shard.repair import RepairOptions
 from l3_shard.shard import Shard
-from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Survey, Surveyed
+from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Survey, Surveyed, Sweep, Swept
 from l3_shard.tombstones import dead_since
 from tests.l3_shard.cluster import NODE_TENANT
 from tests.l3_shard.test_shard import DRAWN, ME, ONE, OTHER, STAMP, Bench, K, origin, put, ticket_of
@@ -65,6 +65,13 @@ class RepairBench(Bench):
                     tuple(entry for entry in entries if leaf_of(entry.key) == leaf) for leaf in effect.leaves
                 )
                 effects += self.on(Surveyed(effect.ticket, leaves), now)
+            elif isinstance(effect, Sweep):
+                by_leaf: dict[int, list[Entry]] = {}
+                for key, state in sorted(self.index.items()):
+                    entry = Entry(key, state_digest(key, state), dead_since(state))
+                    by_leaf.setdefault(leaf_of(key), []).append(entry)
+                swept = [(leaf, tuple(found)) for leaf, found in sorted(by_leaf.items())]
+                effects += self.on(Swept(effect.ticket, tuple(swept), None), now)
             else:
                 others.append(effect)
         return others
@@ -149,9 +156,8 @@ def test_a_hint_is_no_acknowledgement():
     to_b, to_c = bench.durable_put(10.0)
     bench.on(Answered(to_c.ticket, AWAY), 10.0)
     replies = [effect for effect in bench.on(Answered(to_b.ticket, AWAY), 10.0) if isinstance(effect, Reply)]
-    assert replies == [
-        Reply(origin(), Failure("outcome_unknown", "only 1 of 2 replicas confirmed the write"))
-    ]
+    text = f"only 1 of 2 replicas confirmed the write; b: {AWAY.text}"
+    assert replies == [Reply(origin(), Failure("outcome_unknown", text))]
 
 
 def test_a_comparison_goes_down_to_the_records_and_makes_both_equal():

@@ -201,3 +201,57 @@ def test_a_recent_record_is_read_and_changed_without_a_load():
     (again,) = lines.flush("replica0.1")
     assert isinstance(again, Persist) and value(again.writes[0][1]) == bytes([1, 2])
     lines.check()
+
+
+def test_a_rewrite_persists_what_did_not_change_once():
+    driver = Driver(Lines(100, count(1), 1 << 20, empty=dvv.EMPTY, value_bytes=dvv.value_bytes))
+    mark = Append(1)
+    driver.lines.change(b"k", mark)
+    driver.flush()
+    driver.finish()
+    before = driver.disk.pop(b"k")
+    driver.lines.rewrite(b"k")
+    driver.flush()
+    driver.finish()
+    assert driver.disk == {b"k": before}
+    driver.lines.rewrite(b"absent")
+    driver.flush()
+    driver.finish()
+    assert driver.disk[b"absent"] == dvv.EMPTY, "it takes the index's entry along"
+    assert not driver.lines.pending
+
+
+def test_a_lost_record_counts_as_damaged_until_it_is_mended():
+    driver = Driver(Lines(100, count(1), 1 << 20, empty=dvv.EMPTY, value_bytes=dvv.value_bytes))
+    driver.lines.change(b"k", Append(1))
+    driver.flush()
+    driver.finish()
+    assert driver.lines.lose(b"k") and not driver.lines.lose(b"k")
+    assert driver.lines.damaged() == [b"k"] and driver.lines.known(b"k") is None
+    seen: list[Local] = []
+    driver.lines.read(b"k", seen.append)
+    driver.flush()
+    driver.finish()
+    assert seen[0].damaged
+    driver.lines.mend(b"k")
+    assert driver.lines.damaged() == []
+
+
+def test_what_was_written_over_damage_and_is_damaged_again_is_news_again():
+    """What was lost the second time may be a counter that was given out since the first."""
+    driver = Driver()
+
+    def look() -> list[bytes]:
+        seen: list[Local] = []
+        driver.lines.read(b"k", seen.append)
+        (load,) = driver.lines.flush("replica0.1")
+        assert isinstance(load, Load)
+        return driver.lines.loaded(Loaded(load.ticket, (None,), (b"k",)))
+
+    assert look() == [b"k"] and look() == [], "a record that nobody can mend is no news at every look"
+    driver.lines.change(b"k", Append(1))
+    driver.flush()
+    driver.finish()
+    assert look() == [b"k"] and look() == []
+    driver.lines.mend(b"k")
+    assert look() == [b"k"]

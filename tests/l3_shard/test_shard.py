@@ -25,6 +25,7 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    RecordFates,
     RecordFetch,
     RecordGet,
     RecordKeys,
@@ -155,7 +156,8 @@ def test_too_few_replicas_is_an_unknown_outcome_at_once():
     gone = Failure("unavailable", "no route")
     assert bench.on(Answered(first.ticket, gone)) == []
     (reply,) = bench.on(Answered(second.ticket, gone))
-    assert reply == Reply(origin(), Failure("outcome_unknown", "only 1 of 2 replicas confirmed the write"))
+    text = f"only 1 of 2 replicas confirmed the write; {second.node}: no route"
+    assert reply == Reply(origin(), Failure("outcome_unknown", text))
     assert bench.shard.counts().missed_count == 2 and bench.shard.counts().outcome_unknown_count == 1
 
 
@@ -316,14 +318,29 @@ def test_the_context_of_another_record_is_a_conflict():
     assert reply.message.code == "conflict" and bench.shard.counts().conflict_count == 1
 
 
-def test_a_batch_with_one_refused_write_says_how_many_were_done():
+def test_a_batch_with_one_refused_write_says_what_became_of_each():
     bench = Bench(write=1)
     writes = [RecordWrite(b"k", b"v", {f"{DRAWN}.1": 4}), RecordWrite(b"l", b"v", {})]
     (load,) = bench.ask(RecordPut(1, writes))
     (persist,) = bench.on(Loaded(ticket_of(load), (None, None)))
     reply = bench.on(Persisted(ticket_of(persist)))[0]
-    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
-    assert reply.message.code == "conflict" and "1 of 2 writes" in reply.message.text
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordFates)
+    refused, done = reply.message.fates
+    assert (refused.version, refused.code) == (None, "conflict") and refused.text
+    assert done.version is not None and (done.version.counter, done.version.acks) == (1, 1)
+
+
+def test_a_batch_whose_time_is_up_tells_the_unknown_from_the_done():
+    bench = Bench()
+    (load,) = bench.ask(RecordPut(1, [RecordWrite(b"k", b"v", {}), RecordWrite(b"l", b"v", {})]))
+    (persist,) = bench.on(Loaded(ticket_of(load), (None, None)))
+    to_b, to_c = (ask for ask in bench.on(Persisted(ticket_of(persist))) if isinstance(ask, AskPeer))
+    away = Failure("unavailable", "no route")
+    assert not [each for each in bench.on(Answered(to_b.ticket, away)) if isinstance(each, Reply)]
+    (reply,) = (each for each in bench.on(Answered(to_c.ticket, away)) if isinstance(each, Reply))
+    assert isinstance(reply.message, RecordFates)
+    assert [fate.code for fate in reply.message.fates] == ["outcome_unknown"] * 2
+    assert bench.shard.counts().outcome_unknown_count == 1
 
 
 # -- bounds

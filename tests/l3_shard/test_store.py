@@ -17,7 +17,7 @@ from kvcomm.clock import Stamp
 from kvcomm.errors import Corrupt, Refused, Unavailable
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import RecordState, Sibling
-from l3_shard import dvv
+from l3_shard import acceptor, dvv
 from l3_shard.merkle import LEAVES, leaf_of, state_digest
 from l3_shard.replica import successor
 from l3_shard.storage import Entry
@@ -239,11 +239,45 @@ def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path):
         open_store(tmp_path / "file" / "records")
 
 
-def test_a_file_that_is_no_database_is_unavailable(directory):
+def test_a_file_that_is_no_database_is_set_aside(directory, caplog):
     directory.mkdir()
     (directory / "data.mdb").write_bytes(b"not a database" * 1000)
-    with pytest.raises(Unavailable, match="cannot be opened"):
-        open_store(directory)
+    store = open_store(directory)
+    assert "not an LMDB file" in caplog.text and (directory / "data.mdb.suspect").exists()
+    store.close()
+
+
+def cut_short(store: Any, directory: Path) -> None:
+    store.write([(b"%d" % number, state(bytes(300))) for number in range(200)], store.replica)
+    os.truncate(directory / "data.mdb", 8 * 4096)
+
+
+@pytest.mark.parametrize("database", ["records", "strong"])
+def test_a_truncated_database_is_set_aside_and_the_id_with_it(directory, database, caplog):
+    store = open_store(directory, database=database, fsync="always")
+    replica = store.replica
+    cut_short(store, directory)
+    crash(store)
+    store = open_store(directory, database=database, fsync="always")
+    assert store.replica != replica and store.record_count() == 0
+    assert "SIGBUS" in caplog.text and (directory / "data.mdb.suspect").stat().st_size == 8 * 4096
+    store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_database_damaged_while_it_was_closed_ends_one_process_and_not_the_next(directory):
+    """The first one to open it dies of it, and its successor must not take the database for closed."""
+    store = open_store(directory, fsync="always")
+    cut_short(store, directory)
+    store._write_owner(closed=True)
+    crash(store)
+    program = f"from l3_shard.store import *; RecordStore(Path({str(directory)!r}), boot={BOOT!r})"
+    died = subprocess.run([sys.executable, "-c", program], check=False, env=os.environ | {"PYTHONPATH": "."})
+    assert died.returncode == -signal.SIGBUS
+    store = open_store(directory)
+    assert store.record_count() == 0
+    store.close()
 
 
 # -- room
@@ -459,3 +493,77 @@ def test_notes_are_kept_with_the_state_they_speak_of(tmp_path: Path):
         assert copy.replica != store.replica and copy.notes() == {}
     finally:
         copy.close()
+
+
+def numbered(count: int) -> dict[bytes, RecordState]:
+    return {b"record/%04d" % number: state(b"%d" % number) for number in range(count)}
+
+
+def test_a_sweep_gives_the_whole_index_in_whole_leaves(directory):
+    records = numbered(300)
+    store = open_store(directory)
+    store.write(list(records.items()), R)
+    first: int | None = 0
+    found: list[tuple[int, tuple[Entry, ...]]] = []
+    while first is not None:
+        leaves, first = store.sweep(first, 20)
+        assert sum(len(entries) for _, entries in leaves) >= 20 or first is None
+        found += leaves
+    numbers = [leaf for leaf, _ in found]
+    assert numbers == sorted(set(numbers)), "no leaf comes twice"
+    expected = store.survey(numbers)
+    assert [entries for _, entries in found] == expected
+    assert sorted(entry.key for _, entries in found for entry in entries) == sorted(records)
+    store.close()
+    empty = open_store(directory.with_name("empty"))
+    assert empty.sweep(0, 20) == ([], None)
+    empty.close()
+
+
+def audited(store: Any, records: int = 7, size_bytes: int = 1 << 20) -> tuple[list[bytes], ...]:
+    """(damaged, lost, misfiled) of a whole pass."""
+    resume: bytes | None = b""
+    found: tuple[list[bytes], ...] = ([], [], [])
+    looked = 0
+    while resume is not None:
+        audit = store.audit(resume, records, size_bytes)
+        assert audit.looked_count <= records
+        for all_, some in zip(found, (audit.damaged, audit.lost, audit.misfiled), strict=True):
+            all_ += some
+        looked += audit.looked_count
+        resume = audit.resume
+    assert looked == store.audit(b"", 1, 1).total_count
+    return found
+
+
+def test_an_audit_finds_exactly_what_is_wrong(directory):
+    records = numbered(40)
+    store = open_store(directory)
+    assert audited(store) == ([], [], []), "of nothing"
+    store.write(list(records.items()), R)
+    assert audited(store) == ([], [], [])
+    keys = sorted(records)
+    with store._environment.begin(write=True) as transaction:
+        rotten = bytearray(transaction.get(keys[3], db=store._records))
+        rotten[-1] ^= 1
+        transaction.put(keys[3], bytes(rotten), db=store._records)
+        transaction.put(keys[5], b"short", db=store._records)
+        transaction.delete(keys[8], db=store._records)
+        index = [leaf_of(key).to_bytes(2, "big") + key for key in keys]
+        transaction.put(index[11], bytes(16), db=store._index)
+        transaction.delete(index[39], db=store._index)
+    assert store.audit(b"", 3, 1 << 20).total_count == 39 + 39
+    assert audited(store) == ([keys[3], keys[5]], [keys[8]], [keys[11], keys[39]])
+    assert audited(store, size_bytes=1) == ([keys[3], keys[5]], [keys[8]], [keys[11], keys[39]])
+    store.close()
+
+
+def test_strong_records_are_audited_without_an_index(directory):
+    store = open_store(directory, database="strong", fsync="always")
+    states = {b"s%d" % number: acceptor.EMPTY for number in range(9)}
+    store.write(list(states.items()), R)
+    assert audited(store) == ([], [], [])
+    with store._environment.begin(write=True) as transaction:
+        transaction.put(b"s4", b"x" * 40, db=store._records)
+    assert audited(store) == ([b"s4"], [], [])
+    store.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for, verify_copy
-from kvcomm.errors import Conflict, OutcomeUnknown, Refused, TooLarge, Unavailable
+from kvcomm.errors import KVCommError, OutcomeUnknown, PartlyDone, Refused, TooLarge, Unavailable
 from kvcomm.steps import Answer, Ask, Call, Emit, Steps, Submit, Wait
 from kvcomm.tier import Block, BlockCopy
 from kvcomm.wire.messages import (
@@ -25,6 +25,8 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    RecordFate,
+    RecordFates,
     RecordGet,
     RecordKeys,
     RecordPut,
@@ -448,20 +450,75 @@ def test_an_unknown_outcome_is_never_sent_again():
     assert len(shards.asked) == 1
 
 
-def test_the_worst_of_a_batch_is_raised_after_all_of_it_was_tried():
-    shards = Shards(ring_map("ab", replicas=1), down={"a": "conflict"})
-    with pytest.raises(Conflict):
+def put_all(shards: Shards) -> KVCommError:
+    """The error of a put of all names."""
+    with pytest.raises(KVCommError) as caught:
         shards.run(shards.tier().record_put([write(name) for name in NAMES]))
-    assert shards.records
-    shards.down["b"] = "outcome_unknown"
-    with pytest.raises(OutcomeUnknown):
-        shards.run(shards.tier().record_put([write(name) for name in NAMES]))
+    error = caught.value
+    assert [outcome.key for outcome in error.outcomes] == NAMES
+    return error
 
 
-def test_a_batch_that_was_done_in_part_is_not_called_unavailable():
+def statuses(error: KVCommError) -> dict[str, int]:
+    return dict(Counter(outcome.status for outcome in error.outcomes))
+
+
+@pytest.mark.parametrize("code", ["conflict", "unavailable", "refused"])
+def test_a_batch_that_was_done_in_part_says_what_became_of_each_write(code: str):
+    shards = Shards(ring_map("ab", replicas=1), down={"a": code})
+    error = put_all(shards)
+    done = len(shards.records)
+    assert type(error) is PartlyDone and 0 < done < len(NAMES)
+    assert statuses(error) == {"done": done, "not_done": len(NAMES) - done}
+    assert f"{done} of {len(NAMES)} writes were done, {len(NAMES) - done} were not" in error.message
+    for outcome in error.outcomes:
+        assert (outcome.key in shards.records) == (outcome.status == "done")
+        if outcome.status == "done":
+            assert outcome.dot is not None and outcome.context == {outcome.dot[0]: outcome.dot[1]}
+        else:
+            assert outcome.error is not None and outcome.error.code == code and outcome.dot is None
+
+
+def test_what_may_have_been_done_is_told_from_what_was():
+    shards = Shards(ring_map("ab", replicas=1), down={"a": "outcome_unknown"})
+    error = put_all(shards)
+    assert type(error) is PartlyDone
+    assert statuses(error) == {"done": len(shards.records), "unknown": len(NAMES) - len(shards.records)}
+
+
+@pytest.mark.parametrize("code", ["conflict", "unavailable", "refused"])
+def test_a_batch_of_which_nothing_was_done_says_so_by_its_class(code: str):
+    shards = Shards(ring_map("ab", replicas=1), down={"a": code, "b": code})
+    error = put_all(shards)
+    assert error.code == code and not isinstance(error, OutcomeUnknown) and not shards.records
+    assert statuses(error) == {"not_done": len(NAMES)}
+
+
+def test_the_fates_of_one_request_are_those_of_its_writes():
+    """What its coordinator could not do another owner may; what was refused is not asked for again."""
+    shards = Shards(ring_map("ab", replicas=2))
+    version = RecordVersion("r", 7, {"r": 7}, 1)
+    asked: list[list[bytes]] = []
+
+    def fates(node: str, message: Message) -> Message | None:
+        if not isinstance(message, RecordPut):
+            return None
+        asked.append([each.key for each in message.writes])
+        if len(asked) > 1:
+            return None  # as scripted elsewhere: done
+        return RecordFates(
+            [RecordFate(version), RecordFate(None, "unavailable", "full"), RecordFate(None, "conflict", "no")]
+        )
+
+    shards.special = fates
+    names = [name for name in NAMES if Ring(ring_map("ab", replicas=2)).replicas(name)[0] == "a"][:3]
+    with pytest.raises(PartlyDone, match="2 of 3 writes were done, 1 were not, 0 are unknown: conflict: no"):
+        shards.run(shards.tier().record_put([write(name) for name in names]))
+    assert asked == [names, [names[1]]]
+
+
+def test_a_read_of_which_a_part_cannot_be_answered_says_unavailable():
     shards = Shards(ring_map("ab", replicas=1), down={"a": "unavailable"})
-    with pytest.raises(OutcomeUnknown, match="writes were done"):
-        shards.run(shards.tier().record_put([write(name) for name in NAMES]))
     with pytest.raises(Unavailable):
         shards.run(shards.tier().record_get(NAMES))
 

@@ -37,6 +37,7 @@ from kvcomm.wire.messages import (
 from kvcomm.wire.messages import (
     Failure,
     Message,
+    RecordGet,
     RecordReplicate,
     RecordState,
     RecordWrite,
@@ -205,6 +206,13 @@ class _OneReadIsEnough(Shard):
         return super()._query(tenant, key)._replace(need=1, wide=1)
 
 
+class _LeastIgnored(Shard):
+    """Whatever the caller has seen before."""
+
+    def _get(self, origin: Origin, message: RecordGet) -> None:
+        super()._get(origin, RecordGet(message.epoch, message.keys))
+
+
 class _DamageForgotten(Shard):
     """A damaged record is taken for one that was never written, its id included."""
 
@@ -352,6 +360,7 @@ PLANTED = {
     "unknown called refused": Planted("lies about failure", ("refused",), _shards(_UnknownCalledRefused)),
     "deadlines forgotten": Planted("waits for ever", ("answers",), _shards(_NeverTooLate)),
     "read quorum ignored": Planted("reads its own copy only", ("quorums",), _shards(_OneReadIsEnough)),
+    "least context ignored": Planted("answers from an older copy", ("sessions",), _shards(_LeastIgnored)),
     "damage forgotten": Planted("goes on under its id", ("dots", "invariant"), _shards(_DamageForgotten)),
     "context covers unseen values": Planted(
         "lets a writer replace what it never saw", ("lost",), _shards(_ContextCoversUnseen)

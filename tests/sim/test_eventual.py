@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kvcomm.chaos.eventual import Ending, Replica, check_converged, check_eventual
-from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Stored, Write, outcome_of
+from kvcomm.chaos.history import (
+    History,
+    Invoked,
+    Outcome,
+    Returned,
+    Seen,
+    Stored,
+    Write,
+    outcome_of,
+    outcome_of_each,
+)
 from kvcomm.chaos.plan import Plan
-from kvcomm.errors import Conflict, OutcomeUnknown, Unavailable
+from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, Unavailable, WriteOutcome, batch_error
 
 PLAN = Plan(seed=0, read_quorum=2, write_quorum=2)
 
@@ -113,11 +123,23 @@ def test_an_own_write_that_no_context_covers_may_go_and_may_stay() -> None:
 
 
 def test_quorums_meet_unless_degraded_or_replicas_were_lost() -> None:
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1) == ["quorums"]
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1) == ["quorums"]
     assert Story().put("a", 1).get([], 0, degraded=True).promises({1: "a"}, 1) == []
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1, intact=False) == []
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1, intact=False) == []
     apart = Plan(seed=0, read_quorum=1, write_quorum=2)
-    assert Story().put("a", 1).get([], 0).promises({1: "a"}, 1, plan=apart) == []
+    assert Story().put("a", 1, client="d").get([], 0).promises({1: "a"}, 1, plan=apart) == []
+
+
+def test_a_session_does_not_go_back_unless_degraded() -> None:
+    apart = Plan(seed=0, read_quorum=1, write_quorum=2)
+    own = Story().put("a", 1).get([], 0)
+    assert own.promises({1: "a"}, 1, plan=apart) == ["sessions"], "read your writes"
+    reads = Story().put("a", 1, client="d").get(["a"], 1).get([], 0)
+    assert reads.promises({1: "a"}, 1, plan=apart) == ["sessions"], "monotonic reads"
+    assert reads.promises({1: "a"}, 1, intact=False, plan=apart) == [], "it may have gone with a disk"
+    assert Story().put("a", 1).get([], 0, degraded=True).promises({1: "a"}, 1, plan=apart) == []
+    others = Story().put("a", 1, client="d").get([], 0)
+    assert others.promises({1: "a"}, 1, plan=apart) == [], "another client's session"
 
 
 def test_every_operation_returns() -> None:
@@ -138,13 +160,26 @@ def test_owners_that_differ_after_repair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "writes", "outcome"),
-    [
-        (Unavailable(""), 3, "refused"),
-        (OutcomeUnknown(""), 1, "unknown"),
-        (Conflict(""), 1, "refused"),
-        (Conflict(""), 3, "unknown"),
-    ],
+    ("error", "outcome"),
+    [(Unavailable(""), "refused"), (Conflict(""), "refused"), (OutcomeUnknown(""), "unknown")],
 )
-def test_what_an_error_promises(error, writes, outcome) -> None:
-    assert outcome_of(error, writes) == outcome
+def test_what_an_error_promises(error: KVCommError, outcome: Outcome) -> None:
+    assert outcome_of(error) == outcome and outcome_of_each(error) == []
+
+
+def test_what_the_error_of_a_batch_says_of_each_write_is_held_against_it() -> None:
+    done = WriteOutcome("j", "done", ("r", 1), {"r": 1})
+    error = batch_error([done, WriteOutcome("k", "not_done", error=Conflict("full"))])
+    assert outcome_of(error) == "unknown" and outcome_of_each(error) == ["ok", "refused"]
+    history = History()
+    history.add(Invoked(0.0, "c", 0, "batch", ["j", "k"], [Write("j", "a"), Write("k", "b")]))
+    stored = [Stored("r", 1, {"r": 1}, 0), None]
+    history.add(Returned(1.0, "c", 0, "unknown", stored=stored, each=outcome_of_each(error)))
+
+    def broken(records: dict[str, str]) -> list[str]:
+        held = {key: {"n": Replica({"r": 1}, {("r", 1): value})} for key, value in records.items()}
+        return [violation.promise for violation in check_eventual(PLAN, history, Ending(held, True))]
+
+    assert broken({"j": "a"}) == []
+    assert broken({}) == ["lost", "lost"], "its dot, and its value"
+    assert broken({"j": "a", "k": "b"}) == ["refused"]

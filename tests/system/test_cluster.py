@@ -19,10 +19,20 @@ import pytest
 
 from kvcomm import Namespace, connect, connect_async
 from kvcomm.block import BlockKey, Buffer
-from kvcomm.client import DEADLINE_S, Client
+from kvcomm.client import Client
 from kvcomm.control import ControlClient
+from kvcomm.deadline import DEADLINE_S
 from kvcomm.embedded import Embedded
-from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, PayloadError, Refused, TooLarge, Unavailable
+from kvcomm.errors import (
+    Conflict,
+    KVCommError,
+    OutcomeUnknown,
+    PartlyDone,
+    PayloadError,
+    Refused,
+    TooLarge,
+    Unavailable,
+)
 from kvcomm.namespace import TenantDigest
 from kvcomm.steps import Steps
 from kvcomm.tier import Block
@@ -173,6 +183,55 @@ def test_many_keys_in_one_call(kv: Client) -> None:
     many.put_many(items)
     assert {key: value.value for key, value in many.get_many(list(items)).items()} == items
     assert sorted(many.keys()) == sorted(items)
+
+
+FULL = 16
+"""Siblings that a record may have."""
+
+
+def fill(kv: Client, name: str) -> None:
+    """Give the record ``full`` as many siblings as it may have."""
+    for number in range(FULL):
+        kv.state(name).put("full", b"%d" % number, context={})
+
+
+def check_in_part(error: PartlyDone) -> None:
+    outcomes = {outcome.key: outcome for outcome in error.outcomes}
+    assert list(outcomes) == ["one", "full", "two"], "by the caller's keys, in its order"
+    assert {key: outcome.status for key, outcome in outcomes.items()} == {
+        "one": "done", "full": "not_done", "two": "done"
+    }  # fmt: skip
+    assert isinstance(outcomes["full"].error, Conflict)
+    assert "2 of 3 writes were done, 1 were not" in error.message
+
+
+def test_a_batch_that_is_done_in_part_says_what_became_of_each_key(kv: Client) -> None:
+    fill(kv, "in part")
+    state, items = kv.state("in part"), {"one": b"1", "full": b"over", "two": b"2"}
+    with pytest.raises(PartlyDone) as caught:
+        state.put_many(items, context={})
+    check_in_part(caught.value)
+    one = caught.value.outcomes[0]
+    state.put("one", b"next", context=one.context)
+    assert state.get("one").values == (b"next",), "its context replaces what was done"
+    assert set(state.get("full").values) == {b"%d" % number for number in range(FULL)}
+    with pytest.raises(Conflict) as refused:
+        state.put("full", b"over", context={})
+    assert [outcome.status for outcome in refused.value.outcomes] == ["not_done"]
+
+
+def test_the_asyncio_face_says_it_too(cluster: Cluster, kv: Client) -> None:
+    fill(kv, "in part too")
+
+    async def put() -> None:
+        async with await connect_async(cluster.config, instance=cluster.instance.name) as client:
+            with pytest.raises(PartlyDone) as caught:
+                await client.state("in part too").put_many(
+                    {"one": b"1", "full": b"over", "two": b"2"}, context={}
+                )
+            check_in_part(caught.value)
+
+    asyncio.run(put())
 
 
 def test_the_asyncio_face_gives_the_same(cluster: Cluster, kv: Client, namespace: Namespace) -> None:

@@ -138,9 +138,39 @@ def test_a_clients_own_last_write_may_stay_beside_its_next(seed: int) -> None:
     kept(simulate(draw_plan(seed)))
 
 
-def test_a_damaged_record_that_nobody_reads_stays_damaged() -> None:
-    """Comparisons go by the index, where its digest is still right; only reading it shows the damage."""
+SCRUBBED = replace(FIVE, shards=3, keys=6, repair_interval_s=1.0)
+
+
+def rot(nemesis: Nemesis) -> None:
+    """All of one disk decays after the last client has gone, and the memory of its shard is lost."""
+    disk = nemesis.cluster.disks["shard1"]
+    nemesis.cluster.kill("shard1", 0.1)
+    for _ in range(30):
+        disk.flip_bit()
+    assert len(disk.states()) < len(disk.values)
+
+
+def test_damaged_records_that_nobody_reads_are_found_and_mended() -> None:
+    """Comparisons go by the index, where their digests are still right; only reading shows it."""
+    kept(simulate(SCRUBBED, script=at({13.0: rot})))
     kept(simulate(draw_plan(1018)))
+
+
+def test_records_that_decay_in_the_middle_of_everything_are_mended() -> None:
+    kept(simulate(SCRUBBED, script=at({2.0: rot, 7.0: rot, 11.9: rot})))
+
+
+def test_a_record_that_is_damaged_twice_loses_its_counters_twice() -> None:
+    """Written over after the first damage, damaged again before anybody had mended it: the shard went on
+    under the same id and gave a dot out a second time."""
+    kept(simulate(draw_plan(63)))
+
+
+def test_without_a_scrub_they_stay_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge of the two above can condemn."""
+    monkeypatch.setattr("l3_shard.scrub.Scrub.start", lambda self: None)
+    result = simulate(SCRUBBED, script=at({13.0: rot}))
+    assert {violation.promise for violation in result.violations} == {"converged"}
 
 
 def test_the_world_can_be_told_again() -> None:

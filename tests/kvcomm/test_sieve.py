@@ -3,7 +3,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2_rdma.sieve import Sieve
+from kvcomm.sieve import Sieve
 
 
 def nobody(_item):

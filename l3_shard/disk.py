@@ -1,0 +1,425 @@
+"""``BlockDisk``: a shard's disk tier, the ``kvcomm.blockstore.Depot`` beneath its region.
+
+Theory of operation.  The region is the write buffer: what is published there is queued here by its key alone,
+and one thread writes one block after the other from its slot, which a lease keeps for so long.  A block that
+is evicted before its turn came was not written, and is counted; so a burst costs memory for keys, never for
+copies, and no put waits for the disk::
+
+    publish ─► waiting keys ─► lease ─► thread: remove victims, write, rename ─► index
+    get, not in the region ─► thread: read, verify ─► reply; perhaps into the region
+
+A copy that is read goes into the region where there is room that nobody uses, and by evicting others only
+when it is read a second time: going once through a disk larger than memory evicts nothing (as SIEVE keeps
+what is read twice).
+
+Everything that decides is in ``DiskIndex`` and ``DiskHealth``; here are the threads and timers.  Whatever a
+disk does, the caller has an answer within ``read_timeout_s``: a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from kvcomm.block import BlockHeader, BlockKey
+from kvcomm.blockstore import ANY_TENANT, BlockStore, DepotUsage, Lease
+from kvcomm.errors import Corrupt
+from kvcomm.wire.messages import BlockItem, Want
+from l3_shard.diskfiles import BlockFiles, Found
+from l3_shard.diskhealth import DiskHealth
+from l3_shard.diskindex import DiskEntry, DiskIndex
+
+T = TypeVar("T")
+
+READ_TIMEOUT_S = 1.0
+"""Below what clients give a request, so that a stalled disk costs a miss and not a shard."""
+WRITE_TIMEOUT_S = 5.0
+READ_THREADS = 4
+READS_MAX = 64
+READ_BYTES_MAX = 128 << 20
+"""Of copies that are being read: what is over is a miss."""
+WAITING_MAX = 65_536
+"""Keys that wait to be written; the oldest is dropped for one more."""
+CLOSE_TIMEOUT_S = 5.0
+
+_HOLDER = -1
+"""No connection has this number."""
+_log = logging.getLogger(__name__)
+
+
+class Files(Protocol):
+    """What is asked of the disk; see ``BlockFiles``."""
+
+    def write(self, key: BlockKey, copy: memoryview) -> None: ...
+
+    def read(self, key: BlockKey, copy_bytes: int) -> memoryview: ...
+
+    def remove(self, key: BlockKey) -> None: ...
+
+    def scan(self) -> Found: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Recall:
+    """One ``recall`` that is not answered."""
+
+    done: Callable[[Mapping[BlockKey, memoryview]], None]
+    open: set[BlockKey] = field(default_factory=set)
+    copies: dict[BlockKey, memoryview] = field(default_factory=dict)
+
+    def take(self, key: BlockKey, copy: memoryview | None) -> None:
+        self.open.discard(key)
+        if copy is not None:
+            self.copies[key] = copy
+        if not self.open:
+            self.done(self.copies)
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """One file that is being read, for everybody who wants it."""
+
+    entry: DiskEntry
+    timer: asyncio.TimerHandle
+    waiting: list[_Recall] = field(default_factory=list)
+    overdue: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    entry: DiskEntry
+    lease: Lease
+    timer: asyncio.TimerHandle
+    overdue: bool = False
+
+
+class BlockDisk:
+    """Belongs to one event loop, which must run when it is made."""
+
+    def __init__(
+        self,
+        files: Files,
+        capacity_bytes: int,
+        store: BlockStore,
+        clock: Callable[[], float],
+        *,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        self._files, self._store, self._clock = files, store, clock
+        self._read_timeout_s, self._write_timeout_s = read_timeout_s, write_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._index = DiskIndex(capacity_bytes)
+        self._health = DiskHealth()
+        self._writer = ThreadPoolExecutor(1, "kvcomm-disk-write")
+        self._readers = ThreadPoolExecutor(READ_THREADS, "kvcomm-disk-read")
+        self._waiting: dict[BlockKey, None] = {}  # in order
+        self._write: _Write | None = None
+        self._reads: dict[BlockKey, _Read] = {}
+        self._reading_bytes = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self._written_count = self._read_count = self._promoted_count = 0
+        self._dropped_count = self._damaged_count = self._busy_count = 0
+        self._submit(self._writer, files.scan, self._scanned)
+
+    # -- Depot
+
+    def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
+        reads = self._health.reads
+        return [reads and self._index.find(key, tenant) is not None for key in keys]
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        if self._health.state == "off":
+            self._dropped_count += len(keys)
+            return
+        for key in keys:
+            self._waiting[key] = None
+        while len(self._waiting) > WAITING_MAX:
+            del self._waiting[next(iter(self._waiting))]
+            self._dropped_count += 1
+        self._pump()
+
+    def recall(
+        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+    ) -> None:
+        recall = _Recall(done)
+        for key in dict.fromkeys(keys):
+            entry = self._index.find(key, tenant) if self._health.reads else None
+            read = None if entry is None else self._reading(entry)
+            if read is not None:
+                recall.open.add(key)
+                read.waiting.append(recall)
+        if not recall.open:
+            done({})
+
+    def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
+        self.recall(keys, tenant, lambda _: None)  # reading verifies
+
+    def listing(self, after: bytes, limit: int) -> list[BlockItem]:
+        return self._index.listing(after, limit) if self._health.reads else []
+
+    def usage(self) -> DepotUsage:
+        return DepotUsage(
+            self._health.state,
+            self._index.capacity_bytes,
+            self._index.used_bytes,
+            len(self._index),
+            len(self._waiting) + (self._write is not None),
+            self._written_count,
+            self._read_count,
+            self._promoted_count,
+            self._index.evicted_count,
+            self._dropped_count,
+            self._damaged_count,
+            self._health.error_count,
+            self._busy_count,
+        )
+
+    # -- life
+
+    async def settled(self) -> None:
+        """Wait until nothing is to be written; for a disk that takes nothing, as long as that lasts."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Finish the write under way and let go of the directory; what waits is not written.  Idempotent."""
+        self._waiting.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._write is not None:
+                    self._note_idle()
+                    await self._idle.wait()
+        self._closed = True
+        for key, read in self._reads.items():
+            read.timer.cancel()
+            for recall in read.waiting:
+                recall.take(key, None)
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._write is not None:  # the disk is stuck: its thread has the slot's memory until it wakes up
+            _log.error("the disk did not finish a write in %g s", CLOSE_TIMEOUT_S)
+            self._write.timer.cancel()
+            self._write.lease.release()
+        for threads in (self._writer, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._files.close()
+
+    def _scanned(self, scanning: Future[Found]) -> None:
+        try:
+            found = scanning.result()
+        except OSError as error:
+            _log.error("the disk tier is off: its directory cannot be read: %s", error)
+            self._health.give_up()
+            self._drop_waiting()
+            return
+        self._damaged_count += found.damaged_count
+        if found.damaged_count or found.part_count:
+            _log.warning(
+                "removed %d damaged and %d unfinished block files", found.damaged_count, found.part_count
+            )
+        for entry in found.entries:
+            self._index.add(entry)
+        for victim in self._index.shrink():
+            self._remove(victim.key)
+        self._health.opened()
+        self._pump()
+
+    # -- writing
+
+    def _pump(self) -> None:
+        """Start the next write, if it is time."""
+        while self._write is None and self._waiting and not self._closed:
+            if not self._health.writes(self._clock()):
+                self._wait_for_room()
+                break
+            key = next(iter(self._waiting))
+            del self._waiting[key]
+            if key not in self._index:
+                self._begin(key)
+        self._note_idle()
+
+    def _begin(self, key: BlockKey) -> None:
+        lease = self._store.lease(key, ANY_TENANT, use=False)
+        victims = None if lease is None else self._index.promise(lease.copy.nbytes)
+        if lease is None or victims is None:
+            self._dropped_count += 1
+            if lease is not None:
+                lease.release()
+            return
+        header = BlockHeader.unpack(lease.copy)
+        entry = DiskEntry(key, header.parent, header.tenant, lease.copy.nbytes)
+        timer = self._loop.call_later(self._write_timeout_s, self._write_overdue)
+        self._write = _Write(entry, lease, timer)
+        for victim in victims:
+            self._remove(victim.key)
+        self._submit(self._writer, partial(self._files.write, key, lease.copy), self._wrote)
+
+    def _wrote(self, writing: Future[None]) -> None:
+        write, self._write = self._write, None
+        if write is None:
+            return  # closed meanwhile
+        write.lease.release()
+        write.timer.cancel()
+        if write.overdue:
+            self._health.came()
+        try:
+            writing.result()
+        except OSError as error:
+            self._index.not_kept(write.entry.copy_bytes)
+            self._dropped_count += 1
+            self._failed(error)
+        else:
+            self._written_count += 1
+            self._index.kept(write.entry)
+            self._health.wrote()
+        self._pump()
+
+    def _write_overdue(self) -> None:
+        assert self._write is not None
+        self._write.overdue = True
+        self._health.overdue()
+
+    def _wait_for_room(self) -> None:
+        at = self._health.retry_at()
+        if at is not None and self._retry is None:
+            self._retry = self._loop.call_later(max(0.0, at - self._clock()), self._look_again)
+
+    def _look_again(self) -> None:
+        self._retry = None
+        self._pump()
+
+    def _drop_waiting(self) -> None:
+        self._dropped_count += len(self._waiting)
+        self._waiting.clear()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._write is None and not self._waiting:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    # -- reading
+
+    def _reading(self, entry: DiskEntry) -> _Read | None:
+        """The read of a file, begun if need be; ``None`` = there is too much to do."""
+        read = self._reads.get(entry.key)
+        if read is not None:
+            return None if read.overdue else read
+        if len(self._reads) >= READS_MAX or self._reading_bytes + entry.copy_bytes > READ_BYTES_MAX:
+            self._busy_count += 1
+            return None
+        read = _Read(entry, self._loop.call_later(self._read_timeout_s, self._read_overdue, entry.key))
+        self._reads[entry.key] = read
+        self._reading_bytes += entry.copy_bytes
+        call = partial(self._files.read, entry.key, entry.copy_bytes)
+        self._submit(self._readers, call, partial(self._was_read, read))
+        return read
+
+    def _was_read(self, read: _Read, reading: Future[memoryview]) -> None:
+        if self._closed:
+            return
+        entry, copy = read.entry, None
+        del self._reads[entry.key]
+        self._reading_bytes -= entry.copy_bytes
+        read.timer.cancel()
+        if read.overdue:
+            self._health.came()
+        try:
+            copy = reading.result()
+        except FileNotFoundError:  # evicted while it waited for a thread, or removed by a person
+            if self._index.find(entry.key, ANY_TENANT) is entry:
+                self._index.remove(entry.key)
+        except Corrupt as error:
+            _log.warning("a block file is dropped: %s", error.message)
+            self._damaged_count += 1
+            self._drop(entry.key)
+        except OSError as error:
+            self._drop(entry.key)
+            self._failed(error)
+        else:
+            self._read_count += 1
+            self._promote(entry, copy)
+        for recall in read.waiting:
+            recall.take(entry.key, copy)
+        self._pump()
+
+    def _read_overdue(self, key: BlockKey) -> None:
+        read = self._reads[key]
+        read.overdue = True
+        self._health.overdue()
+        waiting, read.waiting = read.waiting, []
+        self._busy_count += 1
+        for recall in waiting:
+            recall.take(key, None)
+
+    def _promote(self, entry: DiskEntry, copy: memoryview) -> None:
+        again, now = self._index.touch(entry.key), self._clock()
+        want = Want(entry.key, entry.copy_bytes)
+        (grant,) = self._store.reserve([want], _HOLDER, ANY_TENANT, now, evict=again)
+        if grant.status == "granted":
+            self._store.extent(grant.token)[:] = copy
+            outcome = self._store.publish([grant.token], _HOLDER, now, verify=False)
+            self._promoted_count += outcome == ["published"]
+
+    # -- the disk
+
+    def _drop(self, key: BlockKey) -> None:
+        """Forget a file that cannot be served."""
+        if self._index.remove(key) is not None:
+            self._remove(key)
+
+    def _remove(self, key: BlockKey) -> None:
+        """In the writer's thread: a later write of the same key must come after it."""
+        self._submit(self._writer, partial(self._files.remove, key), self._removed)
+
+    def _removed(self, removing: Future[None]) -> None:
+        try:
+            removing.result()
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        if self._health.failed(error.errno, self._clock()):
+            _log.error("the disk tier is off, after too many errors; the last one: %s", error)
+            self._drop_waiting()
+
+    def _submit(
+        self, threads: ThreadPoolExecutor, call: Callable[[], T], done: Callable[[Future[T]], None]
+    ) -> None:
+        def tell(future: Future[T]) -> None:
+            if not future.cancelled():
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    self._loop.call_soon_threadsafe(done, future)
+
+        threads.submit(call).add_done_callback(tell)
+
+
+@asynccontextmanager
+async def block_disk(
+    directory: Path, capacity_bytes: int, store: BlockStore, *, fsync: bool, clock: Callable[[], float]
+) -> AsyncIterator[BlockDisk]:
+    """A disk tier for as long as the context lasts.  What its directory holds is found out meanwhile.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+        Refused: another process owns it.
+    """
+    files = await asyncio.to_thread(BlockFiles, directory, fsync=fsync)
+    disk = BlockDisk(files, capacity_bytes, store, clock)
+    try:
+        yield disk
+    finally:
+        await disk.close()

@@ -1,0 +1,176 @@
+"""Faults 21 and 22: shards that stand still and go on.
+
+The catalogue's pause of 10 s lasts 3 s here; ``KVCOMM_LONG_FAULTS=1`` makes it 10.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvcomm.errors import KVCommError, OutcomeUnknown, StaleEpoch, Unavailable
+from kvcomm.rpc import Connection
+from kvcomm.stateplane import record_name
+from kvcomm.wire.messages import (
+    Done,
+    Message,
+    RecordPut,
+    RecordReplicate,
+    RecordState,
+    RecordVersions,
+    RecordWrite,
+    Sibling,
+    StrongChange,
+    StrongOrder,
+    StrongOutcomes,
+)
+from tests.system.conftest import eventually
+from tests.system.lab import SHARDS, STALL_S, Lab
+from tests.system.test_repair import metric
+from tests.system.traffic import Traffic
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+class Queued:
+    """A request that lies in the socket of a shard that stands still."""
+
+    def __init__(self, connection: Connection, message: Message) -> None:
+        self.answer: Message | KVCommError | None = None
+        self._connection, self._message = connection, message
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            deadline = time.monotonic() + STALL_S + 20.0
+            self.answer = self._connection.call(self._message, deadline=deadline).message
+        except KVCommError as error:
+            self.answer = error
+        finally:
+            self._connection.close()
+
+    def answered(self) -> Message | KVCommError:
+        self._thread.join(STALL_S + 30.0)
+        assert self.answer is not None
+        return self.answer
+
+
+def epoch(lab: Lab) -> int:
+    ring = lab.instance.ring()
+    assert ring is not None
+    return ring.epoch
+
+
+def new_epoch(lab: Lab, restarted: str) -> None:
+    """A shard that comes back elsewhere makes one."""
+    before = epoch(lab)
+    lab.restarted(lab.kill(restarted, signal.SIGKILL))
+    eventually(lambda: epoch(lab) > before)
+
+
+def test_fault_21_an_owner_that_slept_through_an_epoch(lab: Lab) -> None:
+    """Meanwhile others coordinate its records.  What waited for it, and what comes later, under the old epoch
+    is refused with the new map, or was done under the new one by a majority; never by the old epoch alone."""
+    traffic = Traffic(lab, "fault-21")
+    with traffic.running():
+        old = epoch(lab)
+        key, strong_key = record_name("state", "slept", "k"), record_name("strong", "slept", "k")
+        change = StrongChange(old, [StrongOrder(strong_key, "put", b"", b"queued")])
+        connections = [lab.connection(lab.node("shard-0")) for _ in range(3)]
+        with lab.paused("shard-0"):
+            begin = time.monotonic()
+            queued = [
+                Queued(connections[0], RecordPut(old, [RecordWrite(key, b"queued", {})])),
+                Queued(connections[1], change),
+                Queued(connections[2], replication(lab, old)),
+            ]
+            new_epoch(lab, "shard-2")
+            while time.monotonic() < begin + STALL_S:
+                traffic.goes_on(10)
+        for each in queued:
+            check_queued(each.answered())
+        eventually(lambda: metric(lab.node("shard-0"), "kvcomm_ring_epoch") == epoch(lab))
+        late: list[Message] = [
+            RecordPut(old, [RecordWrite(key, b"late", {})]),
+            StrongChange(old, [StrongOrder(strong_key, "put", b"", b"late")]),
+            replication(lab, old),
+        ]
+        for node in SHARDS:
+            for message in late:
+                with pytest.raises(StaleEpoch):
+                    lab.ask(lab.node(node), message)
+        traffic.goes_on()
+    traffic.judge()
+    with lab.client() as kv:
+        assert set(kv.state("slept").get("k").values) <= {b"queued", b"replicated"}
+        assert kv.strong("slept").read("k").value in (None, b"queued")
+
+
+def check_queued(answer: Message | KVCommError) -> None:
+    match answer:
+        case Done():
+            pass  # a merge of what another shard has on its disk: it may come at any time
+        case RecordVersions():
+            assert answer.versions[0].acks >= 2, "acknowledged by the sleeper alone"
+        case StrongOutcomes():
+            assert answer.outcomes[0].code in ("", "unavailable", "outcome_unknown")
+        case StaleEpoch() | Unavailable() | OutcomeUnknown():
+            pass
+        case _:
+            raise AssertionError(f"not an answer to a write: {answer}")
+
+
+def replication(lab: Lab, old: int) -> RecordReplicate:
+    """As from a coordinator that has not heard of the new epoch."""
+    state = RecordState({"aaaaaaaaaaaaaaaa.1": 1}, [Sibling("aaaaaaaaaaaaaaaa.1", 1, 1 << 16, b"replicated")])
+    return RecordReplicate(old, [lab.stored_key("state", "slept", "k")], [state])
+
+
+def test_fault_22_short_pauses_change_no_ownership(
+    lab: Lab, record_property: Callable[[str, object], None]
+) -> None:
+    """As a collector of garbage makes them: one second, again and again, now here and now there."""
+    before, pids = epoch(lab), {node.node: node.pid for node in lab.shards()}
+    traffic = Traffic(lab, "fault-22")
+    with traffic.running():
+        for node in SHARDS:
+            with lab.paused(node):
+                begin = time.monotonic()
+                while time.monotonic() < begin + 1.0:
+                    traffic.goes_on(2)
+            traffic.goes_on()
+    record_property("eventual gap, s", round(traffic.eventual.gap.longest_s, 2))
+    record_property("strong gap, s", round(traffic.strong.gap.longest_s, 2))
+    assert epoch(lab) == before
+    assert {node.node: node.pid for node in lab.shards()} == pids
+    traffic.judge()
+
+
+def test_fault_22_the_supervisor_stands_still(lab: Lab) -> None:
+    """Nobody needs it for reads and writes; it finds its nodes as it left them."""
+    before, traffic = epoch(lab), Traffic(lab, "fault-22-supervisor")
+    assert lab._process is not None
+    with traffic.running():
+        os.kill(lab._process.pid, signal.SIGSTOP)
+        try:
+            traffic.goes_on(60)
+        finally:
+            os.kill(lab._process.pid, signal.SIGCONT)
+    assert traffic.eventual.counts.refused + traffic.eventual.counts.unknown == 0
+    assert epoch(lab) == before
+    traffic.judge()

@@ -1,0 +1,148 @@
+"""Leases of real processes: a holder that stands still, is followed, and wakes up with writes to send."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvcomm import connect_async
+from kvcomm.client import Client
+from kvcomm.errors import Fenced, KVCommError
+from kvcomm.lease import LeaseHeld
+from tests.system.conftest import Cluster, eventually
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+TTL_S = 1.0
+HOLDER = """
+import sys, threading, time
+from kvcomm import connect
+from kvcomm.errors import Fenced, KVCommError
+from kvcomm.lease import LeaseLost
+
+config, instance, name = sys.argv[1:]
+with connect(config, instance=instance) as kv:
+    told = threading.Event()
+    try:
+        with kv.lease(name, ttl_s=1.0).held(lost=lambda error: told.set()) as lease:
+            print("held", lease.epoch, flush=True)
+            epoch, strong = lease.epoch, kv.strong(name)
+            while not told.is_set():
+                try:
+                    strong.put("k", b"old", fence=epoch)  # the bare number: as a message that is under way
+                    print("wrote", flush=True)
+                except KVCommError as error:
+                    print(error.code, flush=True)
+    except LeaseLost:
+        print("lost", flush=True)
+    for _ in range(3):
+        try:
+            strong.put("k", b"late", fence=epoch)
+            print("wrote late", flush=True)
+        except Fenced:
+            print("refused", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def voting(kv: Client) -> None:
+    """The shards vote a moment after they have come up."""
+
+    def votes() -> bool:
+        try:
+            kv.strong("probe").put("k", b"v")
+        except KVCommError:
+            return False
+        return True
+
+    eventually(votes)
+
+
+@contextmanager
+def holder(cluster: Cluster, name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(cluster.config), cluster.instance.name, name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_a_holder_that_stood_still_cannot_write_after_its_successor(cluster: Cluster, kv: Client) -> None:
+    """Fault 21: SIGSTOP, a new holder, SIGCONT: the old one's writes are refused, and it is told."""
+    with holder(cluster, "stopped") as old:
+        assert old.stdout is not None
+        assert old.stdout.readline() == "held 1\n"
+        while old.stdout.readline() != "wrote\n":
+            pass
+        with pytest.raises(LeaseHeld):
+            kv.lease("stopped", TTL_S).acquire(deadline_s=0.5)
+        old.send_signal(signal.SIGSTOP)
+        lease, strong = kv.lease("stopped", TTL_S), kv.strong("stopped")
+        with lease.held(deadline_s=20):
+            assert lease.epoch == 2
+            mine = strong.put("k", b"new", fence=lease)
+            old.send_signal(signal.SIGCONT)
+            said, _ = old.communicate(timeout=60)
+            assert strong.read("k") == mine, "nothing was written under the smaller epoch"
+        lines = said.splitlines()
+        assert lines[-4:] == ["lost", "refused", "refused", "refused"], lines
+        assert "wrote late" not in lines
+        assert mine.fence == 2
+
+
+def test_epochs_grow_over_releases_deletes_and_restarts(cluster: Cluster, kv: Client) -> None:
+    epochs = []
+    for _ in range(3):
+        with kv.lease("growing", TTL_S).held() as lease:
+            epochs.append(lease.epoch)
+            kv.strong("growing").put("k", b"v", fence=lease)
+    shard = next(each.node for each in cluster.instance.nodes() if each.role == "shard")
+    cluster.restarted(cluster.kill(shard, signal.SIGKILL))
+    with kv.lease("growing", TTL_S).held(deadline_s=20) as lease:
+        epochs.append(lease.epoch)
+        kv.strong("growing").delete("k", fence=lease)
+    assert epochs == [1, 2, 3, 4]
+    for old in (None, 1, 3):
+        with pytest.raises(Fenced, match="epoch 4"):
+            kv.strong("growing").put("k", b"late", fence=old)
+    assert kv.strong("growing").read("k").value is None
+    assert kv.strong("growing").put("k", b"v", fence=5).fence == 5
+
+
+def test_a_lease_lives_through_the_death_of_one_shard(cluster: Cluster, kv: Client) -> None:
+    lost: list[Exception] = []
+    shard = next(each.node for each in cluster.instance.nodes() if each.role == "shard")
+    with kv.lease("survivor", 3.0).held(lost=lost.append) as lease:
+        before, begin = cluster.kill(shard, signal.SIGKILL), time.monotonic()
+        cluster.restarted(before)
+        eventually(lambda: time.monotonic() > begin + 4.0)
+        assert lease.valid() and not lost
+
+
+async def _async(cluster: Cluster) -> None:
+    kv = await connect_async(cluster.config, instance=cluster.instance.name)
+    try:
+        async with kv.lease("async", TTL_S).held() as lease:
+            strong = kv.strong("async")
+            version = (await strong.put("k", b"1", fence=lease)).version
+            await strong.compare_and_set("k", version, b"2", fence=lease)
+            assert (await strong.change("k", lambda value: value, fence=lease)).value == b"2"
+            await strong.delete("k", fence=lease)
+            with pytest.raises(Fenced):
+                await strong.put("k", b"3")
+    finally:
+        await kv.close()
+
+
+def test_the_asyncio_face_does_the_same(cluster: Cluster) -> None:
+    asyncio.run(_async(cluster))
