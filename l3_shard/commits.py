@@ -9,6 +9,7 @@ the loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial, reduce
@@ -33,6 +34,8 @@ from l3_shard.storage import (
 )
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
 from l3_shard.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 
 class Commits:
@@ -62,6 +65,9 @@ class Commits:
         """Nothing waits, and no commit is under way."""
         self._idle.set()
         self._unsynced = False
+        self.disk_full = False
+        """Whether the last write was refused for lack of room.  Reads go on, and so do writes once there is
+        room."""
 
     def perform(self, effect: Effect) -> None:
         """Carry out what a shard machine orders from its storage."""
@@ -98,13 +104,17 @@ class Commits:
                     self._failed(error.message)
                     return
 
+    async def idle(self) -> None:
+        """Wait until everything that was ordered is through."""
+        await self._idle.wait()
+
     async def close(self) -> None:
         """Finish what was ordered, sync, and close the store.
 
         Raises:
             DiskFailed: the last sync failed.
         """
-        await self._idle.wait()
+        await self.idle()
         try:
             await self._worker.run(self._store.close)
         finally:
@@ -151,10 +161,18 @@ class Commits:
         except DiskFull as error:
             if len(batch) > 1:
                 return [outcome for persist in batch for outcome in self._write([persist])]
+            self._note_room(error)
             return [Persisted(batch[0].ticket, "full", error.message)]
         except DiskFailed as error:
             return [Persisted(persist.ticket, "failed", error.message) for persist in batch]
+        self._note_room(None)
         return [Persisted(persist.ticket) for persist in batch]
+
+    def _note_room(self, error: DiskFull | None) -> None:
+        """Tell the operator when it changes, not at every write."""
+        if self.disk_full != (error is not None):
+            self.disk_full = error is not None
+            _log.warning("%s", f"writes are refused: {error}" if error else "there is room again for writes")
 
     def _load(self, load: Load) -> Loaded[Any]:
         try:

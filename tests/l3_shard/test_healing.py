@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kvcomm.wire.messages import StrongEnter
-from l3_shard import healing
+from l3_shard import acceptor, healing
 from l3_shard.entering import MEMBERSHIP_KEY
 from tests.l3_shard.cluster import TENANT, Faults
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
@@ -156,7 +156,7 @@ def test_histories_stay_linearizable_while_bits_flip(seed: int):
 def test_healing_from_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """The bug planted: a damaged record is taken for one that was never there."""
     monkeypatch.setattr(healing, "informed", lambda groups, node, told: True)
-    monkeypatch.setattr(healing.acceptor, "learn", lambda state, other: state)
+    monkeypatch.setattr(acceptor, "learn", lambda state, other: state)
     assert any(_violates(seed) for seed in range(40))
 
 
