@@ -35,6 +35,8 @@ from kvcomm.wire.messages import (
     StrongPrepare,
     StrongRead,
     StrongRegister,
+    StrongRemove,
+    StrongSettle,
     StrongState,
     TreeGet,
 )
@@ -208,6 +210,8 @@ STALE: list[Message] = [
     StrongChange(OLD, [StrongOrder(b"k", "put", b"", b"v")]),
     StrongPrepare(OLD, K, ballot(1)),
     StrongAccept(OLD, K, ballot(1), register(b"v", 0), b""),
+    StrongSettle(OLD, ring_map("abc"), [], b""),
+    StrongRemove(OLD, [1], [K], [ballot(1)], ballot(1)),
     StrongEnter(OLD, "b", 1, b""),
 ]
 NOT_FENCED = {
