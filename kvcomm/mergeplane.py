@@ -13,10 +13,10 @@ be written again, an add to a counter may then count twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcomm.errors import KVCommError
+from kvcomm.errors import KVCommError, name_outcomes
 from kvcomm.resolvers import Resolver
 from kvcomm.stateplane import StatePlane, record_name, record_path
 from kvcomm.steps import Steps
@@ -64,12 +64,12 @@ class MergePlane:
             Corrupt: the stored value is none of this class; the record stays as it was.
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: see above.
-            PartlyDone: a batch of several was done in part; ``outcomes`` says what became of each key.
+            PartlyDone: some of several; ``outcomes`` says what became of each.
         """
         deltas: list[tuple[bytes, bytes | None]] = [
             (record_name(resolver.name, name, key), resolver.encode_delta(delta)) for key, delta in changes
         ]
-        yield from self._send([key for key, _ in changes], deltas, resolver.uses_known)
+        yield from self._send(deltas, resolver.uses_known, [key for key, _ in changes])
 
     def delete(self, resolver: Resolver[S, D, V], name: str, keys: Sequence[str]) -> Steps[None]:
         """Delete what this client and the coordinating shard have seen.
@@ -77,22 +77,21 @@ class MergePlane:
         A write that had not heard of it survives *with all that it was based on*: what was added before the
         delete may come back.  Raises as :meth:`change`.
         """
-        deletes = [(record_name(resolver.name, name, key), None) for key in keys]
-        yield from self._send(keys, deletes, True)
+        deletes: list[tuple[bytes, bytes | None]] = [
+            (record_name(resolver.name, name, key), None) for key in keys
+        ]
+        yield from self._send(deletes, True, keys)
+
+    def _send(
+        self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool, keys: Sequence[str]
+    ) -> Steps[None]:
+        try:
+            yield from self._state.change(changes, knowing)
+        except KVCommError as error:
+            name_outcomes(error, keys)
+            raise
 
     def keys(self, resolver: Resolver[S, D, V], name: str) -> Steps[list[str]]:
         """The keys that exist under this name."""
         found = yield from self._state.names(record_name(resolver.name, name) + b"/")
         return [record_path(record)[-1] for record in found]
-
-    def _send(
-        self, keys: Sequence[str], changes: Sequence[tuple[bytes, bytes | None]], knowing: bool
-    ) -> Steps[None]:
-        try:
-            yield from self._state.change(changes, knowing)
-        except KVCommError as error:  # its outcomes are in the order of the batch
-            error.outcomes = [
-                replace(outcome, key=key)
-                for key, outcome in zip(keys, error.outcomes, strict=bool(error.outcomes))
-            ]
-            raise
