@@ -3,11 +3,13 @@ bug."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from kvcomm.chaos.campaign import WorkloadName, try_seed
 from kvcomm.chaos.cluster import Parts, shipped_shard
 from kvcomm.chaos.eventual import Ending, Replica
 from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Write
@@ -15,6 +17,7 @@ from kvcomm.chaos.merging import MergingWorkload, check_merging
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import Result, simulate
 from kvcomm.chaos.swarm import draw_plan
+from kvcomm.chaos.watch import Violation
 from kvcomm.clock import Stamp
 from kvcomm.resolvers import Moment
 from kvcomm.resolvers.fields import FieldsDelta
@@ -62,6 +65,18 @@ def test_a_client_that_repeats_unknown_adds_is_caught() -> None:
 
 def broken_promises(parts: Parts) -> set[str]:
     return {violation.promise for seed in range(10) for violation in lived(seed, parts).violations}
+
+
+@pytest.mark.slow
+def test_a_campaign_tries_the_workload_that_it_is_told_and_says_so() -> None:
+    mixed, merging = (try_seed("safety", 3, name) for name in WORKLOADS)
+    assert mixed.operation_count and merging.operation_count
+    broken = replace(merging, violations=[Violation("sum", "is off")])
+    assert "--workload merging --seed 3" in broken.report()
+    assert "--workload mixed --seed 3" in replace(mixed, violations=broken.violations).report()
+
+
+WORKLOADS: tuple[WorkloadName, ...] = ("mixed", "merging")
 
 
 # -- the judge by hand
