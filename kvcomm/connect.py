@@ -302,6 +302,8 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         if l3 is not None:
             counter("kvcomm_copies_refused_total", tier="l3").advance_to(l3.counts.damaged_count)
             counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
+            counter("kvcomm_hedged_requests_total").advance_to(l3.counts.hedged_count)
+            counter("kvcomm_lagging_copies_total").advance_to(l3.counts.lagging_count)
         return tally.metrics.snapshot()
 
     return _Parts(operations, counted, close)

@@ -257,6 +257,16 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Requests that were answered with a newer ring map; each was sent once more by the new map.",
     ),
     Definition(
+        "kvcomm_hedged_requests_total", "counter", _CLIENT,
+        "Requests for blocks of which another owner was asked too, because the first one took longer than "
+        "usual. At most a tenth of all.",
+    ),
+    Definition(
+        "kvcomm_lagging_copies_total", "counter", _CLIENT,
+        "Copies that an owner had not taken when the put was done with another owner's. It gets them in the "
+        "background.",
+    ),
+    Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
         "Reads of the host's pool that got a copy where a view was wanted: the pin budget is used up, or no "
         "hazard slot is free.",
@@ -445,6 +455,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_caught_up", "gauge", _SHARD,
         "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
         "ask those.",
+    ),
+    Definition(
+        "kvcomm_disk_full", "gauge", _SHARD,
+        "1 = the last write of records was refused for lack of room. Free some space: reads go on meanwhile, "
+        "and writes go on by themselves.",
     ),
     Definition(
         "kvcomm_damaged_records", "gauge", _SHARD,

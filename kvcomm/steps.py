@@ -6,6 +6,8 @@ the decisions (which peers, what to retry, what to verify) and no socket:
 * ``Submit(asks)`` starts requests and is resumed at once with one :class:`Call` an ask; requests to one peer
   are pipelined in order.
 * ``Wait(call)`` is resumed with an :class:`Answer` when that call is done, failed or out of time.
+* ``WaitAny(calls)`` is resumed with the first of them that is done, or with ``None`` after a while: for
+  asking somebody else too (hedging) without giving up who was asked first.
 * ``Park(waiter)`` waits for another operation of this process (single flight); resumed with whether it is
   done.
 * ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they
@@ -72,6 +74,15 @@ class Wait:
     call: Call
 
 
+@dataclass(frozen=True, slots=True)
+class WaitAny:
+    """Resumed with one of ``calls`` that is done (``Wait`` for it costs nothing then), the first in their
+    order; with ``None`` when none was after ``timeout_s``.  The others stay under way."""
+
+    calls: Sequence[Call]
+    timeout_s: float | None = None
+
+
 class Waiter(Protocol):
     """Something that will be done once: the leader of a single flight."""
 
@@ -99,7 +110,7 @@ class Emit:
     item: Any
 
 
-Step = Submit | Wait | Park | Emit
+Step = Submit | Wait | WaitAny | Park | Emit
 Steps = Generator[Step, Any, T]
 """An operation that returns ``T``.  Deadlines belong to the driver: every operation runs under one."""
 

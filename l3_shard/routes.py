@@ -1,4 +1,5 @@
-"""``Routes``: what a client knows of the shards: the newest ring, where to call, and who failed a moment ago.
+"""``Routes``: what a client knows of the shards: the newest ring, where to call, how fast each is, and who
+failed a moment ago.
 
 One object serves many threads: the ring is replaced as a whole, and the notes on shards are single dictionary
 writes.
@@ -15,10 +16,13 @@ from kvcomm.steps import Answer, Ask
 from kvcomm.wire.frames import Sink
 from kvcomm.wire.messages import Failure, Message, RingMap, RingNode
 from l3_shard.ring import Ring, RingError, decode_map
+from l3_shard.speeds import Speeds
 
 SHUN_S = 1.0
 """How long a shard that failed is passed over; twice as long each time that it fails again soon after."""
 SHUN_MAX_S = 8.0
+LAG_S = 1.0
+"""How long a shard that lagged behind another owner is given no copies."""
 RELAPSE_S = 10.0
 """A shard that did not fail for so long after it was passed over has a clean record again."""
 WINDOW_KEYS = 16
@@ -37,6 +41,10 @@ class L3Counts:
     """Requests that a shard refused or did not answer."""
     stale_count: int = 0
     """Requests that were answered with a newer map."""
+    hedged_count: int = 0
+    """Requests of which another copy was asked for, because the first did not come in the usual time."""
+    lagging_count: int = 0
+    """Copies that an owner had not taken when the put was done; it gets them from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Routes:
         """Of a block copy seen lately: sizes the windows."""
         self._dial, self._timeout_s, self._clock = dial, timeout_s, clock
         self._shuns: dict[str, _Shun] = {}
+        self._lags: dict[str, float] = {}
+        self.speeds = Speeds()
 
     def ask(
         self, node: str, message: Message, payload: Sequence[Buffer] = (), sink: Sink | None = None
@@ -77,9 +87,25 @@ class Routes:
         shun = self._shuns.get(node)
         return (shun is None or shun.until <= self._clock()) and node in self.ring
 
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._clock()
+
     def block_owners(self, key: bytes) -> Iterator[str]:
-        """Who should have the block, best first, without those that failed a moment ago."""
-        return (node for node in self.ring.block_owners(key) if self.healthy(node))
+        """Who should have the block, the fastest first, without those that failed a moment ago."""
+        owners = self.ring.block_owners(key)
+        if len(owners) > 1:
+            return filter(self.healthy, self.speeds.ordered(owners, self._clock()))
+        return filter(self.healthy, owners)
+
+    def takers(self, key: bytes) -> list[str]:
+        """Who should be given the block; those that lagged a moment ago only if nobody else is left."""
+        owners, now = list(filter(self.healthy, self.ring.block_owners(key))), self._clock()
+        return [node for node in owners if self._lags.get(node, now) <= now] or owners
+
+    def lagged(self, node: str) -> None:
+        """It took its copy much later than another owner did."""
+        self._lags[node] = self._clock() + LAG_S
 
     def failed(self, node: str, answer: Answer) -> bool:
         """Take note of an answer that is none; True = it brought a newer map, so that asking again makes

@@ -1,4 +1,9 @@
-"""``Storing``: one put of many blocks, each to every one of its owners, pipelined by shard."""
+"""``Storing``: one put of many blocks, each to every one of its owners, pipelined by shard.
+
+One copy that others can read is what the caller wants, so a put is done when every block has one, and its
+other owners have had as long again as that took (``LAG_MIN_S`` at least).  An owner that is slower is left to
+get its copies from the others (``l3_shard.refilling``), and is given none for a moment.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import cast, get_args
 
 from kvcomm.block import Buffer
-from kvcomm.steps import Answer, Ask, Call, Steps, Submit, Wait
+from kvcomm.steps import Answer, Ask, Call, Steps, Submit, Wait, WaitAny
 from kvcomm.tier import BlockCopy, PutStatus
 from kvcomm.wire.messages import BlockPut, BlockStored, Failure, Want
 from l3_shard.routes import WINDOW_BYTES, WINDOW_KEYS, WINDOWS_IN_FLIGHT, Routes
+
+LAG_MIN_S = 0.05
 
 _STATUSES: tuple[PutStatus, ...] = get_args(PutStatus)
 _BEST_FIRST: tuple[PutStatus, ...] = (
@@ -41,22 +48,53 @@ class Storing:
         self._under_way: deque[_Window] = deque()
         self._stale: set[int] = set()
         self._statuses: list[PutStatus] = ["unavailable"] * len(copies)
+        self._copies_max = 1
 
     def steps(self) -> Steps[list[PutStatus]]:
+        began = self._routes.now()
         for index in range(len(self._copies)):
             self._route(index)
+        until: float | None = None
         while True:
             yield from self._top_up()
             if not self._under_way:
                 return self._statuses
-            window = self._under_way.popleft()
-            assert window.call is not None
-            answer: Answer = yield Wait(window.call)
+            if until is None and self._all_readable():
+                now = self._routes.now()
+                until = now + max(LAG_MIN_S, now - began)
+            window = yield from self._next(until)
+            if window is None:
+                self._leave_behind()
+                return self._statuses
+            answer: Answer = yield Wait(_call_of(window))
             self._lanes[window.node].under_way -= 1
             self._take(window, answer)
 
+    def _all_readable(self) -> bool:
+        return all(status in ("stored", "present") for status in self._statuses)
+
+    def _next(self, until: float | None) -> Steps[_Window | None]:
+        """A window that is answered; ``None`` = none was in time.  Without a time limit the oldest."""
+        if until is None and self._copies_max == 1:
+            return self._under_way.popleft()
+        timeout_s = None if until is None else max(0.0, until - self._routes.now())
+        done: Call | None = yield WaitAny([_call_of(window) for window in self._under_way], timeout_s)
+        window = next((window for window in self._under_way if window.call is done), None)
+        if window is not None:
+            self._under_way.remove(window)
+        return window
+
+    def _leave_behind(self) -> None:
+        """Every block has a copy; who has not taken its own by now does so without us."""
+        for window in self._under_way:
+            self._routes.counts.lagging_count += len(window.indices)
+            self._routes.lagged(window.node)
+        self._routes.counts.lagging_count += sum(len(lane.waiting) for lane in self._lanes.values())
+
     def _route(self, index: int) -> None:
-        for node in self._routes.block_owners(self._copies[index].key):
+        takers = self._routes.takers(self._copies[index].key)
+        self._copies_max = max(self._copies_max, len(takers))
+        for node in takers:
             self._lanes.setdefault(node, _Lane()).waiting.append(index)
 
     def _route_again(self) -> None:
@@ -121,3 +159,8 @@ class Storing:
     def _note(self, index: int, status: PutStatus) -> None:
         """The best that an owner said counts: one copy that others can read is what the caller wants."""
         self._statuses[index] = min(status, self._statuses[index], key=_BEST_FIRST.index)
+
+
+def _call_of(window: _Window) -> Call:
+    assert window.call is not None, "it was submitted"
+    return window.call

@@ -4,9 +4,11 @@ Theory of operation.  The ring says which shards hold a key; a request carries t
 that knows a newer map sends it along instead of an answer, which is adopted and the request repeated once.  A
 shard that failed is passed over for a while (``routes``).
 
-* **Blocks** (``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about ``WINDOW_BYTES``,
-  a few under way a shard.  Every copy is verified after it arrived; what is missing or damaged is asked from
-  the next owner, and is a miss when there is none.
+* **Blocks** (``locating``, ``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about
+  ``WINDOW_BYTES``, a few under way a shard.  Of several owners the fastest is asked, and another one too when
+  it takes longer than usual (``speeds``).  Every copy is verified after it arrived; what is missing or
+  damaged is asked from the next owner, and is a miss when there is none.  A put is done with one copy of each
+  block; an owner that lags gets its own from the others.
 * **Records** (``coordination``): the first owner that can be reached coordinates.  A write whose outcome is
   unknown is never sent again.
 * **Strong records** go the same way; their shards vote on every change (``strong``).
@@ -31,9 +33,6 @@ from kvcomm.errors import (
 from kvcomm.steps import Steps, ask_all
 from kvcomm.tier import Block, BlockCopy, Presence, PutStatus, RecordAnswer, TierName
 from kvcomm.wire.messages import (
-    KEYS_MAX,
-    BlockLookup,
-    BlockPresence,
     Dots,
     Failure,
     Message,
@@ -57,6 +56,7 @@ from kvcomm.wire.messages import (
 )
 from l3_shard.coordination import NOTHING_WRONG, Batch, Coordination, Problems
 from l3_shard.fetching import Fetching
+from l3_shard.locating import Locating
 from l3_shard.ring import Ring
 from l3_shard.routes import L3Counts, Routes
 from l3_shard.storing import Storing
@@ -104,29 +104,9 @@ class L3Tier:
     # -- blocks
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
-        """Which keys the first healthy owner has; ``None`` where no owner answered.  One round trip, two when
-        our map is old."""
-        found: list[Presence] = [None] * len(keys)
-        todo = list(range(len(keys)))
-        for _ in range(2):
-            placed = self._first_owners(keys, todo)
-            epoch = self._routes.ring.epoch
-            asks = [
-                self._routes.ask(node, BlockLookup(epoch, [keys[index] for index in indices]))
-                for node, indices in placed
-            ]
-            answers = yield from ask_all(asks)
-            todo = []
-            for (node, indices), answer in zip(placed, answers, strict=True):
-                message = answer.message
-                if isinstance(message, BlockPresence) and len(message.present) == len(indices):
-                    for index, present in zip(indices, message.present, strict=True):
-                        found[index] = bool(present)
-                elif self._routes.failed(node, answer):
-                    todo += indices
-            if not todo:
-                break
-        return found
+        """Which keys some owner has; ``None`` where not all owners could say.  One round trip where the first
+        owners have them, one more for each further owner and when our map is old."""
+        return (yield from Locating(self._routes, keys).steps())
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
         """See ``Tier.get``.  Never raises for lost, damaged or unreachable copies: they are skipped."""
@@ -135,20 +115,6 @@ class L3Tier:
     def put(self, copies: Sequence[BlockCopy]) -> Steps[list[PutStatus]]:
         """See ``Tier.put``.  A copy goes to all its owners; the best that one of them said is its status."""
         return (yield from Storing(self._routes, copies).steps())
-
-    def _first_owners(self, keys: Sequence[bytes], indices: Sequence[int]) -> list[tuple[str, list[int]]]:
-        """Indices by the first owner that is not passed over, in pieces of bounded size; those without one
-        are left out."""
-        by_node: dict[str, list[int]] = {}
-        for index in indices:
-            owner = next(self._routes.block_owners(keys[index]), None)
-            if owner is not None:
-                by_node.setdefault(owner, []).append(index)
-        return [
-            (node, theirs[begin : begin + KEYS_MAX])
-            for node, theirs in by_node.items()
-            for begin in range(0, len(theirs), KEYS_MAX)
-        ]
 
     # -- records
 

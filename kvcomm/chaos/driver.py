@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from kvcomm.chaos.network import Peers, Request
 from kvcomm.errors import KVCommError
-from kvcomm.steps import Answer, Call, Park, Step, Steps, Submit, Wait
+from kvcomm.steps import Answer, Call, Park, Step, Steps, Submit, Wait, WaitAny
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ class _Operation(Generic[T]):
                         request.then = self._answered
                         return
                     value = request.exchange.answer
+                elif isinstance(step, WaitAny):
+                    if (done := _done(step)) is None:
+                        self._wait_any(step)
+                        return
+                    value = done
                 elif isinstance(step, Park):
                     self._park(step)
                     return
@@ -57,6 +62,22 @@ class _Operation(Generic[T]):
         """Not at once: the connection is in the middle of something."""
         self._peers.host.soon(lambda: self.resume(answer))
 
+    def _wait_any(self, step: WaitAny) -> None:
+        waiting = True
+
+        def wake() -> None:
+            nonlocal waiting
+            if waiting:
+                waiting = False
+                for call in step.calls:
+                    call.handle.then = None
+                self.resume(_done(step))
+
+        for call in step.calls:
+            call.handle.then = lambda _: self._peers.host.soon(wake)
+        if step.timeout_s is not None:
+            self._peers.host.after(step.timeout_s, wake)
+
     def _park(self, park: Park) -> None:
         left_s = self._deadline - self._peers.host.clock()
         timeout_s = left_s if park.timeout_s is None else min(left_s, park.timeout_s)
@@ -75,3 +96,7 @@ class _Operation(Generic[T]):
         for request in self._requests:
             self._peers.give_up(request, "given up by its operation")
         self._done(result, error)
+
+
+def _done(step: WaitAny) -> Call | None:
+    return next((call for call in step.calls if call.handle.exchange.answer is not None), None)

@@ -21,7 +21,7 @@ from kvcomm.errors import Unavailable, failure_to_error
 from kvcomm.rpc.session import Exchange, Identity, Session, lost_reason
 from kvcomm.rpc.sockets import connecting_result, start_connecting
 from kvcomm.rpc.stream import FrameStream
-from kvcomm.steps import Answer, Ask, Call, Emit, Park, Steps, Submit, Wait
+from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.messages import Failure, Ping, Welcome
 
@@ -47,6 +47,10 @@ class Request:
             await future
         assert self.exchange.answer is not None
         return self.exchange.answer
+
+    def tell(self, done: Callable[[Answer], None] | None) -> None:
+        """Whom to tell when it is done, from now on; nobody else is."""
+        self._done = done
 
     def _finished(self, exchange: Exchange) -> None:
         if self.timer is not None:
@@ -194,7 +198,7 @@ class _Operation:
         self._deadline = deadline
         self._requests: list[Request] = []
 
-    async def perform(self, step: Submit | Wait | Park | Emit) -> list[Call] | Answer | bool | None:
+    async def perform(self, step: Step) -> list[Call] | Call | Answer | bool | None:
         if type(step) is Wait:
             request: Request = step.call.handle
             return request.exchange.answer or await request.answer()
@@ -204,6 +208,8 @@ class _Operation:
                 request for request in self._requests if request.exchange.answer is None
             ] + started
             return [Call(request.exchange.ask, request) for request in started]
+        if type(step) is WaitAny:
+            return await self._wait_any(step)
         if type(step) is Park:
             return await self._park(step)
         return None
@@ -211,6 +217,22 @@ class _Operation:
     def close(self) -> None:
         for request in self._requests:
             self._peers.give_up(request, "given up by its operation")
+
+    async def _wait_any(self, step: WaitAny) -> Call | None:
+        requests: list[Request] = [call.handle for call in step.calls]
+        if all(request.exchange.answer is None for request in requests):
+            done = asyncio.Event()
+            for request in requests:
+                request.tell(lambda _: done.set())
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(step.timeout_s):
+                        await done.wait()
+            finally:
+                for request in requests:
+                    request.tell(None)
+        answered = zip(step.calls, requests, strict=True)
+        return next((call for call, request in answered if request.exchange.answer is not None), None)
 
     async def _park(self, park: Park) -> bool:
         loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, TooLarge, Unavailable, failure_to_error
 from kvcomm.rpc.link import Link
 from kvcomm.rpc.session import Exchange, Identity, lost_reason
-from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait
+from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny
 from kvcomm.wire.frames import Frame, Sink
 from kvcomm.wire.messages import Failure, Message, Welcome
 
@@ -216,9 +216,11 @@ class _Operation:
         self._clock = peers.clock
         self._links: dict[str, Link] = {}
 
-    def perform(self, step: Step) -> list[Call] | Answer | bool:
+    def perform(self, step: Step) -> list[Call] | Call | Answer | bool | None:
         if type(step) is Wait:
             return self._wait(step.call.handle)
+        if type(step) is WaitAny:
+            return self._wait_any(step)
         if type(step) is Submit:
             return self._submit(step.asks)
         assert type(step) is Park, f"{step!r} is not a step"
@@ -306,6 +308,24 @@ class _Operation:
             self._move(exchange.ask.address, left_s)
         assert exchange.answer is not None
         return exchange.answer
+
+    def _wait_any(self, step: WaitAny) -> Call | None:
+        exchanges: list[Exchange] = [call.handle for call in step.calls]
+        first = min(exchanges, key=lambda exchange: exchange.deadline)
+        until = first.deadline if step.timeout_s is None else self._clock() + step.timeout_s
+        looked = False  # bytes may have come while nobody looked
+        while True:
+            for call, exchange in zip(step.calls, exchanges, strict=True):
+                if exchange.answer is not None:
+                    return call
+            now = self._clock()
+            if now >= first.deadline:
+                self._expire(first)
+            elif looked and now >= until:
+                return None
+            else:
+                self._move(first.ask.address, max(0.0, min(until, first.deadline) - now))
+                looked = True
 
     def _expire(self, exchange: Exchange) -> None:
         link = self._links[exchange.ask.address]

@@ -12,7 +12,7 @@ import pytest
 
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for, verify_copy
 from kvcomm.errors import KVCommError, OutcomeUnknown, PartlyDone, Refused, TooLarge, Unavailable
-from kvcomm.steps import Answer, Ask, Call, Emit, Steps, Submit, Wait
+from kvcomm.steps import Answer, Ask, Call, Emit, Steps, Submit, Wait, WaitAny
 from kvcomm.tier import Block, BlockCopy
 from kvcomm.wire.messages import (
     BlockCopies,
@@ -100,6 +100,8 @@ class Shards:
                     case Wait(call):
                         self.under_way[call.ask.address] -= 1
                         result = call.handle
+                    case WaitAny(calls):
+                        result = calls[0]
                     case Emit(item):
                         self.emitted.append(item)
                         result = None

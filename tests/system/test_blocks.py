@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,11 +157,57 @@ def test_a_shard_that_was_killed_has_its_copies_again(tmp_path: Path) -> None:
         assert loud_s[len(loud_s) // 2] < 20 * quiet_s, "readers stood still while copies were got back"
 
 
-def timed(call: object) -> float:
+def timed(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    assert callable(call)
     call()
     return time.perf_counter() - begin
+
+
+@contextmanager
+def stopped(node: NodeRecord) -> Iterator[None]:
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+
+
+def test_a_shard_that_stands_still_is_passed_over_and_gets_its_copies_later(tmp_path: Path) -> None:
+    """Fault 22, blocks: readers and writers go on with the other copies; nothing waits for the paused one's
+    time limit."""
+    before, during = make_namespace("before"), make_namespace("during")
+    with cluster_with(tmp_path) as cluster, cluster.client() as kv:
+        publish(kv, before)
+        for _ in range(5):
+            assert fetched(kv, before) == BLOCKS
+        node = shards_of(cluster)[1]
+        with stopped(node):
+            first_s = timed(lambda: fetched(kv, before))
+            taken_s = sorted(timed(lambda: fetched(kv, before)) for _ in range(9))
+            publish(kv, during, salt=3)
+            assert fetched(kv, during, salt=3) == BLOCKS
+            assert fetched(kv, before) == BLOCKS
+        request_timeout_s = 1.0
+        assert first_s < request_timeout_s and taken_s[4] < request_timeout_s / 4
+        counted = kv.metrics()
+        assert counted["kvcomm_hedged_requests_total"] > 0 and counted["kvcomm_lagging_copies_total"] > 0
+        keys = keys_of(cluster, during)
+        eventually(lambda: has_its_own(cluster, node, keys))
+
+
+def test_a_shard_that_stops_again_and_again_does_not_slow_readers_down(tmp_path: Path) -> None:
+    namespace = make_namespace("bursts")
+    with cluster_with(tmp_path) as cluster, cluster.client() as kv:
+        publish(kv, namespace)
+        for _ in range(5):
+            assert fetched(kv, namespace) == BLOCKS
+        node, slow = shards_of(cluster)[0], 0
+        for _ in range(8):
+            with stopped(node):
+                slow += timed(lambda: fetched(kv, namespace)) > 0.5
+                assert fetched(kv, namespace) == BLOCKS
+            assert fetched(kv, namespace) == BLOCKS
+        assert slow <= 2, "each pause was waited for"
 
 
 # -- the disk
