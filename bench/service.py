@@ -36,7 +36,8 @@ cache:
   l3_size: {shard_bytes}
 cluster:
   shards: 3
-  pools: 1
+  pools: {pools}
+  block_copies: {block_copies}
 """
 
 
@@ -53,14 +54,17 @@ class Service:
 
 
 @contextmanager
-def service(*, pool_bytes: int = 2 << 30, shard_bytes: int = 512 << 20) -> Iterator[Service]:
+def service(
+    *, pool_bytes: int = 2 << 30, shard_bytes: int = 512 << 20, pools: int = 1, block_copies: int = 1
+) -> Iterator[Service]:
     """Start it, and stop it whatever happens.  Raises ``Unavailable`` if it does not come up."""
     from kvcomm.connect import connect
     from kvcomm.embedded import Embedded
 
     with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
         config = Path(directory) / "kvcomm.yaml"
-        config.write_text(_CONFIG.format(pool_bytes=pool_bytes, shard_bytes=shard_bytes))
+        sizes = {"pool_bytes": pool_bytes, "shard_bytes": shard_bytes}
+        config.write_text(_CONFIG.format(**sizes, pools=pools, block_copies=block_copies))
         name = f"bench-{secrets.token_hex(4)}"
         embedded = Embedded.start(name, config, time.monotonic() + START_DEADLINE_S)
         try:

@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
-CASES = ("l2_view", "l2_copy", "l3_block", "state", "strong", "repair", "prefill", "footprint")
+CASES = (
+    "l2_view",
+    "l2_copy",
+    "l3_block",
+    "copies",
+    "disk",
+    "state",
+    "strong",
+    "repair",
+    "prefill",
+    "footprint",
+)
 """In the order of the report."""
