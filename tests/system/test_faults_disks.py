@@ -67,7 +67,7 @@ def test_fault_28_a_full_disk_on_one_shard(lab: Lab) -> None:
 
 
 def test_fault_28_a_shard_that_is_killed_while_its_disk_is_full(lab: Lab) -> None:
-    """It comes back at the latest when there is room, with what it had, and nobody has to do anything else."""
+    """It comes back at the latest when there is room, with what it had, and by itself."""
     traffic = Traffic(lab, "fault-28-killed")
     with traffic.running():
         with lab.disks["shard-1"].full():
