@@ -42,8 +42,9 @@ class Batch:
 class Coordination:
     """One operation; run :meth:`steps` or :meth:`outcomes` once."""
 
-    def __init__(self, routes: Routes, batch: Batch) -> None:
-        self._routes, self._batch = routes, batch
+    def __init__(self, routes: Routes, batch: Batch, *, timeout_s: float | None = None) -> None:
+        """``timeout_s``: what a shard has to answer, else what is usual."""
+        self._routes, self._batch, self._timeout_s = routes, batch, timeout_s
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
         self._trouble: dict[int, str] = {}
@@ -68,7 +69,8 @@ class Coordination:
             ring = self._routes.ring
             placed = list(self._place(ring))
             asks = [
-                self._routes.ask(node, self._batch.request(ring.epoch, indices)) for node, indices in placed
+                self._routes.ask(node, self._batch.request(ring.epoch, indices), timeout_s=self._timeout_s)
+                for node, indices in placed
             ]
             answers = yield from ask_all(asks)
             for (node, indices), answer in zip(placed, answers, strict=True):

@@ -70,17 +70,23 @@ class Routes:
         self.counts = L3Counts()
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
-        self._dial, self._timeout_s, self._clock = dial, timeout_s, clock
+        self._dial, self._clock, self.timeout_s = dial, clock, timeout_s
         self._shuns: dict[str, _Shun] = {}
         self._lags: dict[str, float] = {}
         self.speeds = Speeds()
 
     def ask(
-        self, node: str, message: Message, payload: Sequence[Buffer] = (), sink: Sink | None = None
+        self,
+        node: str,
+        message: Message,
+        payload: Sequence[Buffer] = (),
+        sink: Sink | None = None,
+        timeout_s: float | None = None,
     ) -> Ask:
         """A request to a shard of this ring or of the one before: another thread may have adopted a map
         meanwhile."""
-        return Ask(self._dial(self._shards[node]), message, payload, sink, self._timeout_s)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return Ask(self._dial(self._shards[node]), message, payload, sink, timeout_s)
 
     def healthy(self, node: str) -> bool:
         """Whether it is in the ring and did not fail a moment ago."""
