@@ -444,6 +444,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         {"outcome": ("acked", "failed")},
     ),
     Definition(
+        "kvcomm_stood_still_total", "counter", _SHARD,
+        "Times that this process stood still for a second or longer (stopped, paused machine, blocked loop).",
+    ),
+    Definition(
         "kvcomm_rejected_writes_total", "counter", _SHARD,
         "Record writes that broke a rule of `records.validators`; nothing was written.",
     ),

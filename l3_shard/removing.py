@@ -155,15 +155,17 @@ class Removing:
 
     def wake(self) -> None:
         """Do what is due."""
-        if not self._membership.votes or isinf(self._age_s):
-            return
         now = self._desk.now
+        sweeps = self._sweep is None and (self._sweep_at is None or now >= self._sweep_at)
+        begins = bool(self._due) and self._due[0][0] <= now and now >= self._next_at and not self._open_count
+        if not (sweeps or begins) or isinf(self._age_s) or not self._membership.votes:
+            return
         if self._sweep_at is None:
             self._sweep_at = now + self._age_s
-        if self._sweep is None and now >= self._sweep_at:
+        elif sweeps:
             self._sweep = self._desk.ticket()
             self._desk.order(Scan(self._sweep, b"", self._sweep_after, SWEEP_KEYS, "strong"))
-        if not self._open_count and now >= self._next_at:
+        if begins:
             self._begin()
 
     def deadline(self) -> float | None:

@@ -146,6 +146,8 @@ class ShardCounts:
     """Stamps too far ahead of our wall clock to follow."""
     rejected_count: int
     """Writes that broke a rule."""
+    stood_still_count: int
+    """How often this process stood still."""
 
 
 @dataclass(eq=False, slots=True)
@@ -457,7 +459,7 @@ class Shard:
             if len(message.least) != len(queries):
                 raise Refused(f"{len(queries)} keys with {len(message.least)} least contexts")
             pairs = zip(queries, message.least, strict=True)
-            queries = [query._replace(least=least) if least else query for query, least in pairs]
+            queries = [Query(*query[:-1], least) if least else query for query, least in pairs]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -888,6 +890,7 @@ class Shard:
             self._reading.contradiction_count,
             self._drift_count,
             self._rejected_count,
+            self._recheck.count,
         )
 
     def repair_counts(self) -> RepairCounts | None:

@@ -232,7 +232,7 @@ class L3Tier:
             return NOTHING_WRONG
 
         timeout_s = strong_wait_s(self._routes.timeout_s, len(keys))
-        batch = Batch(keys, sizes, request, take)
+        batch = Batch(keys, sizes, request, take, majority=True)
         yield from Coordination(self._routes, batch, timeout_s=timeout_s).steps()
         return [found[index] for index in range(len(keys))]
 

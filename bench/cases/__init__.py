@@ -6,6 +6,8 @@ CASES = (
     "l2_view",
     "l2_copy",
     "l3_block",
+    "copies",
+    "disk",
     "state",
     "eventual",
     "strong",

@@ -157,6 +157,7 @@ class NodeProcess:
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_stood_still_total").advance_to(counts.stood_still_count)
         metrics.counter("kvcomm_rejected_writes_total").advance_to(counts.rejected_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)

@@ -462,7 +462,9 @@ class _StaleLease(Shard):
             asked[event.origin] = event.message.changes[0]
         effects = super().handle(event, now)
         for effect in effects:
-            order = asked.pop(effect.origin, None) if isinstance(effect, ReplyEffect) else None
+            if not isinstance(effect, ReplyEffect):
+                continue
+            order = asked.pop(effect.origin, None)
             if order is not None and isinstance(effect.message, StrongOutcomes):
                 (outcome,) = effect.message.outcomes
                 if not outcome.code:
