@@ -204,6 +204,14 @@ class NodeProcess:
         metrics.counter("kvcomm_strong_contended_rounds_total").advance_to(counts.contended_count)
         metrics.counter(failures, outcome="unavailable").advance_to(counts.unavailable_count)
         metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
+        metrics.gauge("kvcomm_strong_pending_maps").set(counts.pending_count)
+        for name, count in (
+            ("confirmed", counts.confirmed_count),
+            ("damaged", counts.damaged_count),
+            ("healed", counts.healed_count),
+            ("removed", counts.removed_count),
+        ):
+            metrics.counter(f"kvcomm_strong_{name}_records_total").advance_to(count)
 
 
 class StoreBackend:

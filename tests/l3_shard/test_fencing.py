@@ -40,6 +40,8 @@ from kvcomm.wire.messages import (
     StrongPrepare,
     StrongRead,
     StrongRegister,
+    StrongRemove,
+    StrongSettle,
     StrongState,
     TreeGet,
     Want,
@@ -262,6 +264,8 @@ STALE: list[Message] = [
     StrongChange(OLD, [StrongOrder(b"k", "put", b"", b"v")]),
     StrongPrepare(OLD, K, ballot(1)),
     StrongAccept(OLD, K, ballot(1), register(b"v", 0), b""),
+    StrongSettle(OLD, ring_map("abc"), [], b""),
+    StrongRemove(OLD, [1], [K], [ballot(1)], ballot(1)),
     StrongEnter(OLD, "b", 1, b""),
 ]
 STALE_BLOCKS: list[Message] = [
