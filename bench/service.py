@@ -38,6 +38,8 @@ cluster:
   shards: 3
   pools: {pools}
   block_copies: {block_copies}
+storage:
+  fsync: {fsync}
 """
 
 
@@ -55,7 +57,12 @@ class Service:
 
 @contextmanager
 def service(
-    *, pool_bytes: int = 2 << 30, shard_bytes: int = 512 << 20, pools: int = 1, block_copies: int = 1
+    *,
+    pool_bytes: int = 2 << 30,
+    shard_bytes: int = 512 << 20,
+    pools: int = 1,
+    block_copies: int = 1,
+    fsync: str = "always",
 ) -> Iterator[Service]:
     """Start it, and stop it whatever happens.  Raises ``Unavailable`` if it does not come up."""
     from kvcomm.connect import connect
@@ -64,7 +71,7 @@ def service(
     with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
         config = Path(directory) / "kvcomm.yaml"
         sizes = {"pool_bytes": pool_bytes, "shard_bytes": shard_bytes}
-        config.write_text(_CONFIG.format(**sizes, pools=pools, block_copies=block_copies))
+        config.write_text(_CONFIG.format(**sizes, pools=pools, block_copies=block_copies, fsync=fsync))
         name = f"bench-{secrets.token_hex(4)}"
         embedded = Embedded.start(name, config, time.monotonic() + START_DEADLINE_S)
         try:

@@ -15,7 +15,7 @@ exactly one place, :func:`failure_to_error`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 
@@ -145,6 +145,14 @@ def batch_error(outcomes: Sequence[WriteOutcome]) -> KVCommError:
         error = PartlyDone(f"{counts}{unknown} are unknown: {_listed(problems)}")
     error.outcomes = tuple(outcomes)
     return error
+
+
+def name_outcomes(error: KVCommError, keys: Sequence[str]) -> None:
+    """Name the writes of the batch that ``error`` is about by the ``keys`` that its caller used, in its
+    order."""
+    if error.outcomes:
+        named = zip(error.outcomes, keys, strict=True)
+        error.outcomes = tuple(replace(outcome, key=key) for outcome, key in named)
 
 
 def _listed(problems: Sequence[KVCommError], shown: int = 3) -> str:

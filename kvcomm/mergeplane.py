@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvcomm.errors import KVCommError, name_outcomes
 from kvcomm.resolvers import Resolver
 from kvcomm.stateplane import StatePlane, record_name, record_path
 from kvcomm.steps import Steps
@@ -63,11 +64,12 @@ class MergePlane:
             Corrupt: the stored value is none of this class; the record stays as it was.
             Unavailable: no owner could be reached; nothing was written.
             OutcomeUnknown: see above.
+            PartlyDone: some of several; ``outcomes`` says what became of each.
         """
         deltas: list[tuple[bytes, bytes | None]] = [
             (record_name(resolver.name, name, key), resolver.encode_delta(delta)) for key, delta in changes
         ]
-        return (yield from self._state.change(deltas, resolver.uses_known))
+        yield from self._send(deltas, resolver.uses_known, [key for key, _ in changes])
 
     def delete(self, resolver: Resolver[S, D, V], name: str, keys: Sequence[str]) -> Steps[None]:
         """Delete what this client and the coordinating shard have seen.
@@ -75,8 +77,19 @@ class MergePlane:
         A write that had not heard of it survives *with all that it was based on*: what was added before the
         delete may come back.  Raises as :meth:`change`.
         """
-        deletes = [(record_name(resolver.name, name, key), None) for key in keys]
-        return (yield from self._state.change(deletes, True))
+        deletes: list[tuple[bytes, bytes | None]] = [
+            (record_name(resolver.name, name, key), None) for key in keys
+        ]
+        yield from self._send(deletes, True, keys)
+
+    def _send(
+        self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool, keys: Sequence[str]
+    ) -> Steps[None]:
+        try:
+            yield from self._state.change(changes, knowing)
+        except KVCommError as error:
+            name_outcomes(error, keys)
+            raise
 
     def keys(self, resolver: Resolver[S, D, V], name: str) -> Steps[list[str]]:
         """The keys that exist under this name."""

@@ -84,7 +84,8 @@ class Counter(_Resolved[Entries, int, int]):
 class ElementSet(_Resolved[Fields, FieldsDelta, frozenset[bytes]]):
     """Sets of byte strings: union; an add beats a remove that had not seen it.  Absent: empty.
 
-    A set is one record, rewritten by every change: at most ``VALUE_BYTES_MAX`` together, ``TooLarge`` beyond.
+    A set is one record, rewritten by every change: at most ``FIELDS_MAX`` elements and ``VALUE_BYTES_MAX``
+    bytes, ``TooLarge`` beyond.
     """
 
     def add(self, key: str, *elements: bytes, deadline_s: float = DEADLINE_S) -> None:
@@ -111,7 +112,8 @@ class FieldMap(_Resolved[Fields, FieldsDelta, dict[bytes, bytes]]):
     concurrent puts of one field the latest stamp is shown and **the others are lost**; a put beats a remove
     that had not seen it.  Absent: empty.
 
-    A map is one record, rewritten by every change: at most ``VALUE_BYTES_MAX`` together, ``TooLarge`` beyond.
+    A map is one record, rewritten by every change: at most ``FIELDS_MAX`` fields and ``VALUE_BYTES_MAX``
+    bytes, ``TooLarge`` beyond.
     """
 
     def get_fields(self, key: str, *, deadline_s: float = DEADLINE_S) -> dict[str, bytes]:

@@ -457,6 +457,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "ask those.",
     ),
     Definition(
+        "kvcomm_disk_full", "gauge", _SHARD,
+        "1 = the last write of records was refused for lack of room. Free some space: reads go on meanwhile, "
+        "and writes go on by themselves.",
+    ),
+    Definition(
         "kvcomm_damaged_records", "gauge", _SHARD,
         "Records whose bytes were damaged and that have not been got back from other shards. Anything but 0 "
         "for long is worth an alarm.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvcomm.block import (
@@ -20,7 +20,14 @@ from kvcomm.block import (
     header_for,
 )
 from kvcomm.blockplane import BlockPlane, Prefix, Stored
-from kvcomm.errors import KVCommError, NamespaceError, PayloadError, Refused, Unavailable
+from kvcomm.errors import (
+    KVCommError,
+    NamespaceError,
+    PayloadError,
+    Refused,
+    Unavailable,
+    name_outcomes,
+)
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
 from kvcomm.mergeplane import MergePlane
@@ -214,11 +221,8 @@ class Operations:
         writes = [(record_name("state", name, key), value, context) for key, value in items]
         try:
             contexts = yield from self.state().put(writes)
-        except KVCommError as error:  # its outcomes are in the order of the batch
-            error.outcomes = [
-                replace(outcome, key=key)
-                for (key, _), outcome in zip(items, error.outcomes, strict=bool(error.outcomes))
-            ]
+        except KVCommError as error:
+            name_outcomes(error, [key for key, _ in items])
             raise
         return list(contexts)
 

@@ -35,7 +35,7 @@ from kvcomm.rpc.sockets import listen, tune
 from kvcomm.rpc.stream import STALL_S, FrameStream
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.deadlines import overdue_s, stamp_of
-from kvcomm.wire.frames import MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.frames import KNOWS_STAMPS, MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Ping, Pong, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox
 
@@ -228,6 +228,7 @@ class _Accepted:
         self._origin: Origin | None = None
         self._refused: dict[int, KVCommError] = {}
         self._unanswered: set[int] = set()
+        self._knows_stamps = False
         self._corked = False
         self._ended = False
         loop = asyncio.get_running_loop()
@@ -303,6 +304,7 @@ class _Accepted:
         origin = Origin(self._number, frame.request, tenant, hello.caller)
         region, epoch = self._service.welcome(origin)
         self._origin = origin
+        self._knows_stamps = bool(frame.flags & KNOWS_STAMPS)
         self._hello_timer.cancel()
         self._reader.message_bytes_max = MESSAGE_BYTES_MAX
         self._reader.payload_bytes_max = server.payload_bytes_max
@@ -330,7 +332,7 @@ class _Accepted:
             reply(Failure(error.code, error.message, error.detail))
 
     def _stamp(self) -> int:
-        return stamp_of(self._server.clock())
+        return stamp_of(self._server.clock()) if self._knows_stamps else 0
 
     def _is_overdue(self, frame: Frame) -> bool:
         overdue = overdue_s(frame.stamp, self._server.clock()) > 0

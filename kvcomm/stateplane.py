@@ -34,6 +34,7 @@ from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
+from kvcomm.version import ENTRIES_MAX
 from kvcomm.wire.messages import VALUE_BYTES_MAX, Dots, RecordVersion, RecordWrite
 
 CONTEXTS_MAX = 65_536
@@ -143,13 +144,19 @@ class StatePlane:
 
     def change(self, changes: Sequence[tuple[bytes, bytes | None]], knowing: bool) -> Steps[None]:
         """Change records that are resolved, by ``(name, delta or None to delete)``; see ``MergePlane``.
-        ``knowing``: send what was last seen of them along."""
+
+        ``knowing``: send along all that was ever seen of them.  (Siblings are different: a put may replace
+        only what was shown together.)  Coordinators differ in what they have heard, and what was read from
+        one may be removed at another.
+        """
         batch: list[RecordWrite] = []
         for name, delta in changes:
             if delta is not None and len(delta) > VALUE_BYTES_MAX:
                 raise TooLarge(f"record {name!r}: {len(delta)} bytes is over the limit of {VALUE_BYTES_MAX}")
-            context = self._contexts.get(name, _NOTHING_SEEN) if knowing else _NOTHING_SEEN
-            batch.append(RecordWrite(name, None, context, None, delta))
+            seen = self._contexts.get(name, _NOTHING_SEEN).least if knowing else _NOTHING_SEEN
+            if len(seen) > ENTRIES_MAX:  # no replica would take it
+                seen = self._contexts.get(name, _NOTHING_SEEN)
+            batch.append(RecordWrite(name, None, seen, None, delta))
         yield from self._send(batch)
 
     def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:

@@ -109,6 +109,24 @@ class VersionVector:
         return self.merge(VersionVector(((dot.replica, dot.counter),)))
 
 
+def joined(first: Mapping[str, int], *others: Mapping[str, int]) -> dict[str, int]:
+    """The least vector that descends all of them, as it is written: for vectors that were checked before.
+
+    Raises:
+        TooLarge: the union names more than ``ENTRIES_MAX`` replicas.
+    """
+    union = dict(first)
+    for other in others:
+        for replica, counter in other.items():
+            if counter > union.get(replica, 0):
+                union[replica] = counter
+    if len(union) == len(first):
+        return union  # no new names: still in order
+    if len(union) > ENTRIES_MAX:
+        raise TooLarge(f"a version vector names at most {ENTRIES_MAX} replicas, got {len(union)}")
+    return dict(sorted(union.items()))
+
+
 def _check_entry(replica: str, counter: int) -> None:
     if not 0 < len(replica.encode()) <= REPLICA_BYTES_MAX:
         raise VersionError(f"a replica id has 1 to {REPLICA_BYTES_MAX} bytes, got {replica!r}")

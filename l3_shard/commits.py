@@ -9,6 +9,7 @@ the loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from l3_shard.storage import (
     Swept,
 )
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -62,6 +65,9 @@ class Commits:
         self._waiting: list[Persist[Any]] = []
         self._commit: asyncio.Task[None] | None = None
         self._unsynced = False
+        self.disk_full = False
+        """Whether the last write was refused for lack of room.  Reads go on, and so do writes once there is
+        room."""
 
     def perform(self, effect: Effect) -> None:
         """Carry out what a shard machine orders from its storage."""
@@ -142,10 +148,18 @@ class Commits:
         except DiskFull as error:
             if len(batch) > 1:
                 return [outcome for persist in batch for outcome in self._write([persist])]
+            self._note_room(error)
             return [Persisted(batch[0].ticket, "full", error.message)]
         except DiskFailed as error:
             return [Persisted(persist.ticket, "failed", error.message) for persist in batch]
+        self._note_room(None)
         return [Persisted(persist.ticket) for persist in batch]
+
+    def _note_room(self, error: DiskFull | None) -> None:
+        """Tell the operator when it changes, not at every write."""
+        if self.disk_full != (error is not None):
+            self.disk_full = error is not None
+            _log.warning("%s", f"writes are refused: {error}" if error else "there is room again for writes")
 
     def _load(self, load: Load) -> Loaded[Any]:
         try:

@@ -31,12 +31,11 @@ a replica gave out its newest living dot, it held all its older living ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import Conflict, Corrupt, TooLarge
-from kvcomm.version import COUNTER_MAX, Dot, VersionError, VersionVector
+from kvcomm.version import COUNTER_MAX, Dot, VersionError, VersionVector, joined
 from kvcomm.wire.messages import Dots, RecordState, Sibling
 
 SIBLINGS_MAX = 16
@@ -90,30 +89,32 @@ def put(
         record. TooLarge: the record's values together would be over ``RECORD_BYTES_MAX``, or too many
         replicas wrote it.
     """
-    seen = VersionVector.from_wire(state.context)
-    dot = next_dot(seen, replica, context, floor)
+    read = context.to_wire()
+    dot = next_dot(state.context.get(replica, 0), replica, read.get(replica, 0), floor)
     kept = [
         sibling
         for sibling in state.siblings
-        if context.counter(sibling.replica) < sibling.counter and _dot(sibling) != own
+        if read.get(sibling.replica, 0) < sibling.counter
+        and (own is None or own.counter != sibling.counter or own.replica != sibling.replica)
     ]
     siblings = _canonical([*kept, Sibling(replica, dot.counter, stamp, value)])
     if value is not None:
         _check_bounds(siblings)
-    after = RecordState(seen.merge(context).including(dot).to_wire(), siblings)
+    after = RecordState(joined(state.context, read, {replica: dot.counter}), siblings)
     unseen = [sibling.value for sibling in kept if sibling.replica == replica]
-    handed = context if unseen else context.including(dot)
-    return Written(after, dot, handed.to_wire(), bool(unseen) and value not in unseen)
+    handed = read if unseen else joined(read, {replica: dot.counter})
+    return Written(after, dot, handed, bool(unseen) and value not in unseen)
 
 
-def next_dot(seen: VersionVector, replica: str, context: VersionVector, floor: int = 0) -> Dot:
-    """The dot that :func:`put` gives a write of a record that has ``seen``.
+def next_dot(seen: int, replica: str, read: int, floor: int = 0) -> Dot:
+    """The dot that :func:`put` gives a write of a record that has seen the dots of ``replica`` up to
+    ``seen``, by somebody who had seen those up to ``read``.
 
     Raises:
-        Conflict: ``context`` cannot come from this record.
+        Conflict: that cannot come from this record.
     """
-    last = max(seen.counter(replica), floor)
-    if context.counter(replica) > last:
+    last = max(seen, floor)
+    if read > last:
         raise Conflict("the context was not read from this record; read the record and put with its context")
     if last == COUNTER_MAX:
         raise Conflict(
@@ -131,8 +132,10 @@ def merge(one: RecordState, two: RecordState) -> RecordState:
     """
     if one == two or not two.context:
         return one
-    if not one.context:
+    if not one.context or _extends(two, one):
         return two
+    if _extends(one, two):
+        return one
     seen_one, seen_two = VersionVector.from_wire(one.context), VersionVector.from_wire(two.context)
     held_one = {_dot(sibling): sibling for sibling in one.siblings}
     held_two = {_dot(sibling): sibling for sibling in two.siblings}
@@ -141,7 +144,20 @@ def merge(one: RecordState, two: RecordState) -> RecordState:
             raise Corrupt(f"{dot} names two writes: a replica lost its state and kept its id")
     survivors = [held for dot, held in held_one.items() if dot in held_two or not seen_two.covers(dot)]
     survivors += [held for dot, held in held_two.items() if dot not in held_one and not seen_one.covers(dot)]
-    return RecordState(seen_one.merge(seen_two).to_wire(), _canonical(survivors))
+    return RecordState(joined(one.context, two.context), _canonical(survivors))
+
+
+def _extends(newer: RecordState, older: RecordState) -> bool:
+    """Whether ``newer`` is the merge of both, seen without making it: it has seen everything that ``older``
+    has, and holds nothing that ``older`` has seen replaced.  Nearly every merge is such a one."""
+    seen = newer.context
+    for replica, counter in older.context.items():
+        if seen.get(replica, 0) < counter:
+            return False
+    for sibling in newer.siblings:
+        if older.context.get(sibling.replica, 0) >= sibling.counter and sibling not in older.siblings:
+            return False
+    return True
 
 
 def presented(state: RecordState) -> RecordState:
@@ -181,19 +197,22 @@ def checked(state: RecordState) -> RecordState:
         Corrupt: no sequence of writes and merges leads to it.
     """
     try:
-        context = VersionVector.from_wire(state.context)
-        dots = [_dot(sibling) for sibling in state.siblings]
+        context = VersionVector.from_wire(state.context).to_wire()
     except (VersionError, TooLarge) as error:
         raise Corrupt(f"not a record state: {error}") from error
-    if len(set(dots)) != len(dots) or not all(context.covers(dot) for dot in dots):
+    dots = {(sibling.replica, sibling.counter) for sibling in state.siblings}
+    if len(dots) != len(state.siblings) or not all(0 < n <= context.get(name, 0) for name, n in dots):
         raise Corrupt("not a record state: a sibling's dot repeats or is not in the context")
-    if not all(0 <= sibling.hlc < 2**64 for sibling in state.siblings):
-        raise Corrupt("not a record state: a stamp has more than 64 bits")
-    return RecordState(context.to_wire(), _canonical(state.siblings))
+    for sibling in state.siblings:
+        if not 0 <= sibling.hlc < 2**64:
+            raise Corrupt("not a record state: a stamp has more than 64 bits")
+    return RecordState(context, _canonical(state.siblings))
 
 
-def _canonical(siblings: Iterable[Sibling]) -> list[Sibling]:
+def _canonical(siblings: list[Sibling]) -> list[Sibling]:
     """Sorted by dot; of one replica's equal values only the newest."""
+    if len(siblings) < 2:
+        return siblings
     newest: dict[tuple[str, bytes | None], Sibling] = {}
     for sibling in siblings:
         rival = newest.get((sibling.replica, sibling.value))

@@ -7,13 +7,13 @@ to another epoch without it, and a read that it answers by itself would be answe
 
 ::
 
-    stood still ──► ask all others for their map ──► a majority of the ring has told,    ──► answer what was
-                    callers' requests wait           or all have, or RECHECK_S are over      held, under the
-                                                                                             newest map
+    stood still ──► ask all others for their map ──► all have told, or failed, ──► answer what was held,
+                    callers' requests wait           or RECHECK_S are over         under the newest map
 
 After ``RECHECK_S`` it goes on with what it has: in a minority there is nobody to ask, and eventual records
-are served there all the same.  Peers' requests do not wait: each is compared with the epoch anyhow, and two
-shards that were stopped together would wait for each other.
+are served there all the same.  A new epoch reaches one shard after the other, so one answer would not do.
+Peers' requests do not wait: each is compared with the epoch anyhow, and two shards that were stopped together
+would wait for each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from l3_shard.desk import Desk
 from l3_shard.ring import Ring
 from l3_shard.timers import Timers
 
-RECHECK_S = 0.3
+RECHECK_S = 0.5
 HELD_MAX = 1_024
 HELD_BYTES_MAX = 64 << 20
 
@@ -64,7 +64,6 @@ class Recheck:
         self._node, self._desk, self._timers = node, desk, timers
         self._ring, self._adopt, self._serve = ring, adopt, serve
         self._in_doubt = False
-        self._heard_count = 0
         self._silent: set[str] = set()
         """Who has not answered yet."""
         self._held: list[_Held] = []
@@ -76,7 +75,7 @@ class Recheck:
         if not others or self._node not in self._ring():
             return
         self.count += 1
-        self._in_doubt, self._heard_count, self._silent = True, 0, set(others)
+        self._in_doubt, self._silent = True, set(others)
         for node in others:
             self._desk.ask(node, RingGet(), partial(self._heard, self.count, node))
         self._timers.at(self._desk.now + RECHECK_S, partial(self._over, self.count))
@@ -102,9 +101,7 @@ class Recheck:
         if number != self.count or not self._in_doubt:
             return
         self._silent.discard(node)
-        self._heard_count += isinstance(answer, RingMap)
-        majority = len(self._ring().names) // 2 + 1
-        if 1 + self._heard_count >= majority or not self._silent:
+        if not self._silent:
             self._over(number)
 
     def _over(self, number: int) -> None:

@@ -47,7 +47,7 @@ def resolve(
         Conflict: ``known`` cannot come from this record.
     """
     seen = VersionVector.from_wire(state.context)
-    dot = dvv.next_dot(seen, replica, known, floor)
+    dot = dvv.next_dot(seen.counter(replica), replica, known.counter(replica), floor)
     value = None
     if delta is not None:
         held = dvv.living_values(state)

@@ -8,7 +8,7 @@ first when walking clockwise from its own point, those of racks not met yet befo
     owners(key, 2) = A, C        owners(key, 3) = A, C, B
 
 A ring never changes: a new epoch is a new ring.  Owner lists are precomputed a point, so a lookup is one hash
-and one binary search over the points.
+and one binary search over the points.  They are the same for every epoch with the same shards, and made once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import mmh3
 import msgspec
@@ -31,6 +31,9 @@ shards.
 """
 WEIGHT_MAX = 64
 SHARDS_MAX = 1024
+
+CIRCLES_MAX = 8
+"""Circles kept for the next map with the same shards."""
 
 NO_RING = RingMap(0, 1, 1, 1, 1, [], [])
 """Where a shard starts before it has heard of a map: epoch 0, nobody owns anything."""
@@ -56,12 +59,9 @@ class Ring:
         _check(ring_map)
         self._map = ring_map
         self._nodes = {shard.node: shard for shard in ring_map.shards}
-        self._rack_count = len({shard.rack for shard in ring_map.shards})
-        points = sorted((point, shard.node) for shard in ring_map.shards for point in _points(shard))
-        self._points = array("Q", [point for point, _ in points])
-        self._walk = [node for _, node in points]
         self._listed_count = min(len(self._nodes), max(ring_map.replicas, ring_map.block_copies))
-        self._owners = [tuple(self._first(at, self._listed_count)) for at in range(len(points))]
+        places = sorted((shard.node, shard.weight, shard.rack) for shard in ring_map.shards)
+        self._circle = _circle(tuple(places), self._listed_count)
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -93,7 +93,7 @@ class Ring:
 
     def neighbours(self, node: str) -> tuple[str, ...]:
         """The other shards that keep some record with ``node``, sorted."""
-        lists = {owners[: self._map.replicas] for owners in self._owners}
+        lists = {owners[: self._map.replicas] for owners in self._circle.owners}
         together = {owner for owners in lists if node in owners for owner in owners}
         return tuple(sorted(together - {node}))
 
@@ -110,14 +110,15 @@ class Ring:
 
         The order is the order of preference; ``owners(key, n)`` is the beginning of ``owners(key, n + 1)``.
         """
-        if not self._walk:
+        circle = self._circle
+        if not circle.walk:
             return ()
-        at = bisect_left(self._points, mmh3.hash64(key, _SEED, signed=False)[0])
-        if at == len(self._walk):
+        at = bisect_left(circle.points, mmh3.hash64(key, _SEED, signed=False)[0])
+        if at == len(circle.walk):
             at = 0
         if count <= self._listed_count:
-            return self._owners[at][:count]
-        return tuple(self._first(at, count))
+            return circle.owners[at][:count]
+        return tuple(circle.first(at, count))
 
     def replicas(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the record ``key``."""
@@ -125,21 +126,39 @@ class Ring:
 
     def groups(self) -> list[tuple[str, ...]]:
         """The different sets of shards that hold a record together, each sorted."""
-        count = self._map.replicas
-        return sorted({tuple(sorted(owners[:count])) for owners in self._owners})
+        return list(self._groups)
+
+    @cached_property
+    def _groups(self) -> list[tuple[str, ...]]:
+        lists = {owners[: self._map.replicas] for owners in self._circle.owners}
+        return sorted({tuple(sorted(owners)) for owners in lists})
 
     def block_owners(self, key: bytes) -> tuple[str, ...]:
         """The shards that hold the block ``key``."""
         return self.owners(key, self._map.block_copies)
 
-    def _first(self, at: int, count: int) -> list[str]:
+
+class _Circle:
+    """Where the shards are; ``places``: (node, weight, rack) of each."""
+
+    def __init__(self, places: Sequence[tuple[str, int, str]], listed_count: int) -> None:
+        self._racks = {node: rack for node, _, rack in places}
+        self._rack_count = len(set(self._racks.values()))
+        points = sorted((point, node) for node, weight, _ in places for point in _points(node, weight))
+        self.points = array("Q", [point for point, _ in points])
+        self.walk = [node for _, node in points]
+        """The shard of each point."""
+        self.owners = [tuple(self.first(at, listed_count)) for at in range(len(points))]
+        """The first ``listed_count`` of each point."""
+
+    def first(self, at: int, count: int) -> list[str]:
         """Walk from point ``at``; shards of racks seen already wait until no new rack is left."""
-        count = min(count, len(self._nodes))
+        count = min(count, len(self._racks))
         chosen: list[str] = []
         waiting: list[str] = []
         racks: set[str] = set()
         for node in self._distinct(at):
-            rack = self._nodes[node].rack
+            rack = self._racks[node]
             if rack in racks:
                 waiting.append(node)
             else:
@@ -153,11 +172,16 @@ class Ring:
 
     def _distinct(self, at: int) -> Iterator[str]:
         seen: set[str] = set()
-        for step in range(len(self._walk)):
-            node = self._walk[(at + step) % len(self._walk)]
+        for step in range(len(self.walk)):
+            node = self.walk[(at + step) % len(self.walk)]
             if node not in seen:
                 seen.add(node)
                 yield node
+
+
+@lru_cache(maxsize=CIRCLES_MAX)
+def _circle(places: tuple[tuple[str, int, str], ...], listed_count: int) -> _Circle:
+    return _Circle(places, listed_count)
 
 
 def encode_map(ring_map: RingMap) -> bytes:
@@ -182,12 +206,12 @@ def _ring_of(encoded: bytes) -> Ring:
     return Ring(decode_map(encoded))
 
 
-def _points(shard: RingNode) -> Iterator[int]:
+def _points(node: str, weight: int) -> Iterator[int]:
     """A shard's points depend on its name and weight alone, so that no other shard's coming or going moves
     them.
     """
-    name = shard.node.encode()
-    for index in range(0, POINTS_PER_WEIGHT * shard.weight, 2):
+    name = node.encode()
+    for index in range(0, POINTS_PER_WEIGHT * weight, 2):
         yield from mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False)
 
 

@@ -104,6 +104,8 @@ class RunningShard:
     story: Callable[[bytes], str]
     record_count: Callable[[], int]
     record_bytes: Callable[[], int]
+    disk_full: Callable[[], bool]
+    """Whether the last write of records was refused for lack of room."""
 
 
 async def run_shard(
@@ -287,6 +289,7 @@ class _Process:
             story=self._machine.story,
             record_count=self._store.record_count,
             record_bytes=self._store.used_bytes,
+            disk_full=lambda: self._commits.disk_full or self._strong_commits.disk_full,
         )
 
     def epoch(self) -> int:

@@ -9,9 +9,8 @@ Layout of the directory::
     lock                  held with flock while a process owns the directory
     data.mdb.suspect      a database that a power cut or the disk may have damaged, set aside (one at most)
 
-A value describes itself: ``version u8 | flags u8 | zero (6) | xxh3-64 of head, key and body | body (msgpack
-RecordState)``. The key is in the checksum, so a value that LMDB returns for another key is noticed too.  A
-value that fails verification is reported as damaged and never served.
+A value describes itself (``l3_shard.envelope``); one that fails verification is reported as damaged and never
+served.
 
 **What a crash costs, by fsync policy**
 
@@ -51,12 +50,11 @@ from typing import Any, Literal, NamedTuple
 
 import lmdb
 import msgspec
-from xxhash import xxh3_64
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
-from kvcomm.wire.messages import RecordState, StrongState
-from l3_shard import dvv
+from kvcomm.wire.messages import StrongState
+from l3_shard.envelope import HEAD_BYTES, decode_value, encode_body, encode_value
 from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
 from l3_shard.storage import Database, Entry, State
@@ -74,11 +72,8 @@ RESERVE_BYTES = 16 << 20
 WRITE_BYTES = 32 << 10
 """Pages that one write may touch on its way to the root."""
 
-_HEAD = struct.Struct("<BB6xQ")
 _ENTRY = struct.Struct("<QQ")
 """Of the index: digest, stamp since which the record is dead."""
-_VERSION = 1
-_ALIVE = 1
 _REPLICA = b"replica"
 _IN_RECORDS, _IN_INDEX = b"r", b"i"
 """What an audit is going through; the key after which it goes on follows."""
@@ -87,11 +82,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-_decoders: dict[Database, msgspec.msgpack.Decoder[State]] = {
-    "records": msgspec.msgpack.Decoder(RecordState),
-    "strong": msgspec.msgpack.Decoder(StrongState),
-}
 
 
 class DiskFull(Unavailable):
@@ -113,37 +103,6 @@ class _Owner(msgspec.Struct, frozen=True):
     inode: int
     device: int
     closed: bool
-
-
-def encode_value(key: bytes, state: State) -> bytes:
-    """The stored form of a record."""
-    return _encoded(key, state, msgspec.msgpack.encode(state))
-
-
-def _encoded(key: bytes, state: State, body: bytes) -> bytes:
-    flags = _ALIVE if isinstance(state, StrongState) or dvv.alive(state) else 0
-    return _HEAD.pack(_VERSION, flags, _checksum(flags, key, body)) + body
-
-
-def decode_value(key: bytes, value: bytes, database: Database = "records") -> State:
-    """The inverse of :func:`encode_value`.
-
-    Raises:
-        Corrupt: the bytes are not what was stored under ``key``.
-    """
-    if len(value) < _HEAD.size:
-        raise Corrupt("a stored record is truncated")
-    version, flags, checksum = _HEAD.unpack_from(value)
-    body = value[_HEAD.size :]
-    if version != _VERSION or checksum != _checksum(flags, key, body):
-        raise Corrupt("a stored record does not match its checksum")
-    return _decoders[database].decode(body)
-
-
-def _checksum(flags: int, key: bytes, body: bytes) -> int:
-    digest = xxh3_64(bytes((_VERSION, flags)) + len(key).to_bytes(4, "little") + key)
-    digest.update(body)
-    return digest.intdigest()
 
 
 def _free_bytes(directory: Path) -> int:
@@ -371,7 +330,7 @@ class RecordStore:
                     audit.damaged.append(after)
                 else:
                     entry = transaction.get(_index_key(after), db=self._index)
-                    if (None if entry is None else bytes(entry)) != _entry(after, state, value[_HEAD.size :]):
+                    if (None if entry is None else bytes(entry)) != _entry(after, state, value[HEAD_BYTES:]):
                         audit.misfiled.append(after)
                 found = cursor.next()
         if found:
@@ -579,7 +538,7 @@ def _row(key: bytes, state: State) -> _Row:
     if not state.context:
         return _Row(key, None, _index_key(key), None)
     body = msgspec.msgpack.encode(state)
-    return _Row(key, _encoded(key, state, body), _index_key(key), _entry(key, state, body))
+    return _Row(key, encode_body(key, state, body), _index_key(key), _entry(key, state, body))
 
 
 def _entry(key: bytes, state: State, body: bytes) -> bytes | None:

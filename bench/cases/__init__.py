@@ -9,6 +9,7 @@ CASES = (
     "copies",
     "disk",
     "state",
+    "eventual",
     "strong",
     "repair",
     "prefill",

@@ -1,10 +1,9 @@
 """``Cluster``: the shipped shard machines and the shipped client on simulated hosts.
 
-:class:`ShardProcess` does for a machine what ``l3_shard.server``, ``l3_shard.commits`` and
-``kvcomm.runtime`` do, without a line of asyncio: one event at a time, one commit at a time with everything
-that waits for it, timers, replies by connection, peers.  :class:`ClientProcess` runs the steps of
-``kvcomm.stateplane.StatePlane`` over ``l3_shard.tier.L3Tier``.  What is put together comes from
-:class:`Parts`, so that a test can put a broken part in.
+:class:`ShardProcess` does for a machine what ``l3_shard.server`` and ``kvcomm.runtime`` do, without a line of
+asyncio: one event at a time, timers, replies by connection, peers, a database for each kind of record.
+:class:`ClientProcess` runs the steps of ``StatePlane`` and ``StrongPlane`` over ``l3_shard.tier.L3Tier``.
+What is put together comes from :class:`Parts`, so that a test can put a broken part in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcomm.block import Incarnation
-from kvcomm.chaos.disk import Disk, Entry, Fsync, Part
+from kvcomm.chaos.commits import Commits
+from kvcomm.chaos.disk import Disk, Entry, Fsync
 from kvcomm.chaos.driver import Done, run_steps
 from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
@@ -42,6 +42,7 @@ from kvcomm.metrics import Metrics
 from kvcomm.rpc.session import Identity
 from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
+from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
 from kvcomm.tier import RecordAnswer, Records
 from kvcomm.wire.messages import (
@@ -53,12 +54,12 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingMap,
     RingNode,
+    StrongState,
 )
 
 if TYPE_CHECKING:
     from kvcomm.chaos.draw import Draw
     from l3_shard.shard import Shard
-    from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
     from l3_shard.tier import L3Tier
 
 CLIENT_TENANT = "sim"
@@ -78,6 +79,10 @@ class Birth:
     node_tenant: bytes
     origin_ms: int
     plan: Plan
+    member: str
+    """Of the database with the strong records."""
+    incarnation: Incarnation
+    jitter: Callable[[], float]
 
 
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
@@ -87,6 +92,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     from l3_shard.ring import NO_RING
     from l3_shard.scrub import ScrubOptions
     from l3_shard.shard import Shard
+    from l3_shard.strong import StrongIdentity
 
     plan = birth.plan
     interval_s = plan.repair_interval_s
@@ -103,22 +109,31 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
             else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
         ),
         notes=birth.notes,
+        strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter),
     )
 
 
-def shipped_tier(ring_map: RingMap, timeout_s: float, clock: Callable[[], float]) -> L3Tier:
+def shipped_tier(
+    ring_map: RingMap, timeout_s: float, clock: Callable[[], float], dial: Callable[[RingNode], str]
+) -> L3Tier:
     from l3_shard.tier import L3Tier
 
-    return L3Tier(ring_map, timeout_s=timeout_s, clock=clock)
+    return L3Tier(ring_map, timeout_s=timeout_s, clock=clock, dial=dial)
 
 
-def shipped_disk(draw: Draw, fsync: Fsync, new_replica: Callable[[], str], disk: type[Disk] = Disk) -> Disk:
+def shipped_disk(
+    draw: Draw,
+    fsync: Fsync,
+    new_replica: Callable[[], str],
+    disk: type[Disk[RecordState]] = Disk[RecordState],
+) -> Disk[RecordState]:
+    """A database with eventual records."""
     import msgspec
 
     from kvcomm.errors import Corrupt
+    from l3_shard.envelope import decode_value, encode_value
     from l3_shard.merkle import leaf_of, state_digest
     from l3_shard.replica import later
-    from l3_shard.store import decode_value, encode_value
     from l3_shard.tombstones import dead_since
 
     def decode(key: bytes, value: bytes) -> RecordState:
@@ -134,10 +149,39 @@ def shipped_disk(draw: Draw, fsync: Fsync, new_replica: Callable[[], str], disk:
         fsync,
         encode=encode_value,
         decode=decode,
+        removes=lambda state: not state.context,
         entry=entry,
         damage=(Corrupt, msgspec.DecodeError),
         later=later,
         new_replica=new_replica,
+    )
+
+
+def shipped_strong_disk(
+    draw: Draw, new_member: Callable[[], str], disk: type[Disk[StrongState]] = Disk[StrongState]
+) -> Disk[StrongState]:
+    """A database with strong records: every write is synced."""
+    import msgspec
+
+    from kvcomm.errors import Corrupt
+    from l3_shard.envelope import decode_value, encode_value
+    from l3_shard.replica import later
+
+    def decode(key: bytes, value: bytes) -> StrongState:
+        state = decode_value(key, value, "strong")
+        assert isinstance(state, StrongState)
+        return state
+
+    return disk(
+        draw,
+        "always",
+        encode=encode_value,
+        decode=decode,
+        removes=lambda state: False,
+        entry=None,
+        damage=(Corrupt, msgspec.DecodeError),
+        later=later,
+        new_replica=new_member,
     )
 
 
@@ -157,8 +201,9 @@ class Parts:
     """What a cluster is made of."""
 
     shard: Callable[[Birth], Shard] = shipped_shard
-    tier: Callable[[RingMap, float, Callable[[], float]], L3Tier] = shipped_tier
-    disk: Callable[[Draw, Fsync, Callable[[], str]], Disk] = shipped_disk
+    tier: Callable[[RingMap, float, Callable[[], float], Callable[[RingNode], str]], L3Tier] = shipped_tier
+    disk: Callable[[Draw, Fsync, Callable[[], str]], Disk[RecordState]] = shipped_disk
+    strong_disk: Callable[[Draw, Callable[[], str]], Disk[StrongState]] = shipped_strong_disk
     process: Callable[[Cluster, Host], ShardProcess] = shipped_process
     run: Callable[[Cluster, ClientProcess, Callable[[], Steps[object]], Done[object]], None] = run_once
 
@@ -181,13 +226,20 @@ class Cluster:
             name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self._new_replica)
             for name in self.names
         }
-        self.watch = Watch(self.disks, plan.write_need, lambda: self.world.now)
+        self.strong_disks = {
+            name: self.parts.strong_disk(self.world.draw.fork(name), self._new_replica) for name in self.names
+        }
+        self.watch = Watch(
+            self.disks, self.strong_disks, plan.write_need, plan.majority, lambda: self.world.now
+        )
         self.broken: set[str] = set()
         """Nodes that stay down."""
+        self._emptied: set[str] = set()
         self.calm = False
         """Nobody dies at a bad moment any more."""
         for name in self.names:
             self.disks[name].heard = partial(self.watch.written, name)
+            self.strong_disks[name].heard = partial(self.watch.accepted, name)
             self._make_host(name)
             self.start(name)
         self.clients: list[ClientProcess] = []
@@ -222,11 +274,47 @@ class Cluster:
         host.start(lambda host: self.parts.process(self, host))
         self.hand_out(name)
 
+    def found(self, within_s: float) -> None:
+        """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
+        yet."""
+        while not all(self.votes(name) for name in self.names):
+            if self.world.now >= within_s:
+                self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
+                return
+            self.world.run(self.world.now + 0.02)
+
+    def votes(self, name: str) -> bool:
+        """Whether a shard is up and votes on strong records."""
+        shard = self.shard(name)
+        return shard is not None and shard.machine.strong_counts().votes
+
+    def lost_voters(self) -> set[str]:
+        """Shards whose strong records are lost or damaged, and not learned again yet.
+
+        At most a minority of any record's owners may be at the same time: with more, what was acknowledged
+        can be gone, and that is out of every promise.
+        """
+        self._emptied = {name for name in self._emptied if not self.votes(name)}
+        return self._emptied | {name for name in self.names if not self.strong_disks[name].sound()}
+
+    def lose_strong(self, name: str) -> None:
+        """The shard's database with strong records is gone."""
+        self.strong_disks[name].lose()
+        self._emptied.add(name)
+
     def kill(self, name: str, restart_after_s: float | None = None) -> None:
         """As ``kill -9``; comes back by itself after ``restart_after_s``."""
         self.host(name).kill()
         if restart_after_s is not None:
             self.world.after(restart_after_s, lambda: self.start(name))
+
+    def power_cut(self) -> None:
+        """All machines at once; they come back by themselves."""
+        self.note("everybody loses power")
+        for name in self.names:
+            self.kill(name, self.restart_s())
+            self.disks[name].power_cut()
+            self.strong_disks[name].power_cut()
 
     def restart_s(self) -> float:
         return self.draw.uniform(*RESTART_S)
@@ -256,6 +344,15 @@ class Cluster:
         if shard is not None:
             ring_map = self.map
             shard.host.soon(lambda: shard.deliver(RingChanged(ring_map)))
+
+    def dialler(self, index: int) -> Callable[[RingNode], str]:
+        """Where a client calls shards.  Any owner may coordinate; if the plan says so, each client has
+        another one take the first owner's part, and proposers of one record meet."""
+        names = self.names
+        if not self.plan.spread or self.plan.copies < len(names):
+            return lambda shard: shard.address
+        turned = {name: names[(at + index) % len(names)] for at, name in enumerate(names)}
+        return lambda shard: f"tcp://{turned[shard.node]}:1"
 
     # -- making
 
@@ -292,7 +389,7 @@ class ShardProcess:
 
     def __init__(self, cluster: Cluster, host: Host) -> None:
         self.cluster, self.host = cluster, host
-        self.disk = cluster.disks[host.name]
+        self.disk, self.strong_disk = cluster.disks[host.name], cluster.strong_disks[host.name]
         self.draw = cluster.draw
         node_tenant = cluster.credentials.tenant_digest(NODE_TENANT)
         self.machine = cluster.parts.shard(
@@ -303,6 +400,9 @@ class ShardProcess:
                 node_tenant,
                 host.wall_origin_ms(),
                 cluster.plan,
+                self.strong_disk.replica,
+                Incarnation(host.life),
+                self.draw.unit,
             )
         )
         identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))
@@ -312,8 +412,8 @@ class ShardProcess:
         self._pause_count = host.pause_count
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
-        self._waiting: list[Persist[RecordState]] = []
-        self._committing = False
+        self._records = Commits(self.disk, host, self.draw, cluster.plan, self.deliver)
+        self._strong = Commits(self.strong_disk, host, self.draw, cluster.plan, self.deliver)
         self._timer: Timer | None = None
         self._timer_at: float | None = None
         cluster.network.listen(host, self)
@@ -335,6 +435,7 @@ class ShardProcess:
 
     def killed(self) -> None:
         self.disk.crashed()
+        self.strong_disk.crashed()
         self.cluster.network.host_ended(self.host)
 
     # -- kvcomm.runtime
@@ -382,17 +483,17 @@ class ShardProcess:
                 self.cluster.note(f"{self.host.name} stops: {effect.reason}")
                 self.cluster.kill(self.host.name, self.cluster.restart_s())
             case Load():
-                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._load(effect))
+                (self._strong if effect.database == "strong" else self._records).load(effect)
             case Scan():
-                self._after_disk((0.0, self.cluster.plan.load_s), lambda: self._scan(effect))
+                (self._strong if effect.database == "strong" else self._records).scan(effect)
             case Survey():
-                self._after_disk((0.0, 0.0), lambda: self._survey(effect))
+                self._records.survey(effect)
             case Sweep():
-                self._after_disk((0.0, 0.0), lambda: self._sweep(effect))
+                self._records.sweep(effect)
             case Audit():
-                self._after_disk((0.0, 0.0), lambda: self._audit(effect))
+                (self._strong if effect.database == "strong" else self._records).audit(effect)
             case Persist():
-                self._persist(effect)
+                (self._strong if effect.database == "strong" else self._records).persist(effect)
                 self._perhaps_die()
             case _:
                 raise AssertionError(f"nobody performs {effect}")
@@ -450,81 +551,6 @@ class ShardProcess:
         self.cluster.note(f"{self.host.name} dies at a bad moment")
         self.cluster.kill(self.host.name, self.cluster.restart_s())
 
-    # -- l3_shard.commits
-
-    def _after_disk(self, delay_s: tuple[float, float], action: Callable[[], None]) -> None:
-        stall_s = max(0.0, self.disk.stalled_until - self.cluster.world.now)
-        self.host.after(stall_s + self.draw.uniform(*delay_s), action)
-
-    def _load(self, load: Load) -> None:
-        from l3_shard.storage import Loaded
-
-        states, damaged = self.disk.load(load.keys)
-        self.deliver(Loaded(load.ticket, states, damaged))
-
-    def _scan(self, scan: Scan) -> None:
-        from l3_shard.storage import Scanned
-
-        keys, resume = self.disk.scan(scan.prefix, scan.after, scan.limit)
-        self.deliver(Scanned(scan.ticket, keys, resume))
-
-    def _survey(self, survey: Survey) -> None:
-        from kvcomm.clock import Stamp
-        from l3_shard.storage import Entry, Surveyed
-
-        leaves = [
-            tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in leaf])
-            if leaf
-            else ()
-            for leaf in self.disk.survey(survey.leaves)
-        ]
-        self.deliver(Surveyed(survey.ticket, tuple(leaves)))
-
-    def _sweep(self, sweep: Sweep) -> None:
-        from kvcomm.clock import Stamp
-        from l3_shard.storage import Entry, Swept
-
-        found, resume = self.disk.sweep(sweep.first, sweep.records)
-        leaves = [
-            (leaf, tuple([Entry(key, digest, Stamp(dead_since)) for key, (digest, dead_since) in entries]))
-            for leaf, entries in found
-        ]
-        self.deliver(Swept(sweep.ticket, tuple(leaves), resume))
-
-    def _audit(self, audit: Audit) -> None:
-        from l3_shard.storage import Audited
-
-        assert audit.database == "records", "no other database is simulated"
-        self.deliver(Audited(audit.ticket, *self.disk.audit(audit.resume, audit.records)))
-
-    def _persist(self, persist: Persist[RecordState]) -> None:
-        self._waiting.append(persist)
-        if not self._committing:
-            self._committing = True
-            self.host.after(self.draw.uniform(0.0, self.cluster.plan.turn_s), self._commit)
-
-    def _commit(self) -> None:
-        """Everything that waits goes into one transaction; under ``always`` it takes a while."""
-        batch, self._waiting = self._waiting, []
-        self.disk.begin([Part(persist.writes, persist.replica, persist.notes) for persist in batch])
-        if self.disk.fsync == "always":
-            self._after_disk(self.cluster.plan.commit_s, lambda: self._committed(batch))
-        else:
-            self._committed(batch)
-
-    def _committed(self, batch: list[Persist[RecordState]]) -> None:
-        from l3_shard.storage import Persisted
-
-        for persist, outcome in zip(batch, self.disk.commit(), strict=True):
-            if self.host.process is self:
-                self.deliver(Persisted(persist.ticket, outcome, outcome if outcome != "durable" else ""))
-        if self.host.process is not self:
-            return
-        if self._waiting:
-            self.host.soon(self._commit)
-        else:
-            self._committing = False
-
 
 class Witness:
     """``Records`` that remember what the last put answered: the plane keeps the dots to itself."""
@@ -552,8 +578,11 @@ class ClientProcess:
         self.draw = cluster.world.draw.fork(host.name)
         identity = Identity(cluster.credentials.token(CLIENT_TENANT), Incarnation(1_000 + index))
         self.peers = Peers(cluster.network, host, identity)
-        self.records = Witness(cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock))
-        self.plane = StatePlane(self.records, Tally(Metrics("client"), host.clock))
+        tier = cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock, cluster.dialler(index))
+        self.records = Witness(tier)
+        tally = Tally(Metrics("client"), host.clock)
+        self.plane = StatePlane(self.records, tally)
+        self.strong = StrongPlane(tier, tally, self.draw.fork("backoff").unit)
 
     def killed(self) -> None:
         self.cluster.network.host_ended(self.host)

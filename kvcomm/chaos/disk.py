@@ -1,6 +1,7 @@
-"""``Disk``: what a shard's record store keeps, and what a crash, a full or a failing disk makes of it.
+"""``Disk``: what one database of a shard keeps, and what a crash, a full or a failing disk makes of it.
 
-It mirrors the contract of ``l3_shard.store``, byte for byte where it can be seen: values are stored as the
+A shard has two, as the shipped one has: its eventual records, and its strong ones, which are always synced.
+Each mirrors the contract of ``l3_shard.store``, byte for byte where it can be seen: values are stored as the
 store encodes them (the codec comes by constructor), a transaction is all or nothing, and
 
 * policy ``always``: a commit takes time and is durable when it ends.  One that was under way at a crash
@@ -13,14 +14,14 @@ store encodes them (the codec comes by constructor), a transaction is all or not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvcomm.chaos.draw import Draw
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import RecordState, StrongState
 
 Fsync = Literal["always", "interval", "never"]
 Outcome = Literal["durable", "full", "failed"]
-Writes = Sequence[tuple[bytes, RecordState]]
+S = TypeVar("S", bound=RecordState | StrongState)
 Notes = Sequence[tuple[bytes, bytes | None]]
 Entry = tuple[int, int]
 """What the index keeps of a record: digest, stamp since which it is dead."""
@@ -42,12 +43,12 @@ class Audit(NamedTuple):
     resume: bytes | None
 
 
-class Part(NamedTuple):
+class Part(NamedTuple, Generic[S]):
     """What one order of the machine adds to a transaction."""
 
-    writes: Writes
-    """A state with an empty context removes the record."""
+    writes: Sequence[tuple[bytes, S]]
     replica: str
+    """Of the database with the strong records: its member id."""
     notes: Notes = ()
     """``None`` removes a note."""
 
@@ -56,12 +57,13 @@ _ALIVE_AT = 1
 """Byte of a stored value that says whether a reader finds a value in it; 0 = a tombstone."""
 
 
-class Disk:
-    """One shard's database.
+class Disk(Generic[S]):
+    """One database.
 
     Args:
         encode: (key, state) -> stored bytes; ``decode`` is its inverse and raises for damaged ones.
-        entry: (leaf of the Merkle tree, entry of the index) of a record.
+        removes: whether writing this state removes the record.
+        entry: (leaf of the Merkle tree, entry of the index) of a record; ``None`` = there is no index.
         damage: the errors that ``decode`` raises.
         later: of two replica ids the one that was drawn later.
         new_replica: draws a replica id that nobody has.
@@ -72,9 +74,10 @@ class Disk:
         draw: Draw,
         fsync: Fsync,
         *,
-        encode: Callable[[bytes, RecordState], bytes],
-        decode: Callable[[bytes, bytes], RecordState],
-        entry: Callable[[bytes, RecordState], tuple[int, Entry]],
+        encode: Callable[[bytes, S], bytes],
+        decode: Callable[[bytes, bytes], S],
+        removes: Callable[[S], bool],
+        entry: Callable[[bytes, S], tuple[int, Entry]] | None,
         damage: tuple[type[Exception], ...],
         later: Callable[[str, str], str],
         new_replica: Callable[[], str],
@@ -91,19 +94,23 @@ class Disk:
         """Whether the next sync fails."""
         self.stalled_until = 0.0
         """What is asked of it takes until then (seconds of the simulation)."""
-        self.heard: Callable[[bytes, RecordState], None] = _nobody
+        self.heard: Callable[[bytes, S], None] = _nobody
         """Hears of every record that is written."""
         self._draw = draw
-        self._encode, self._decode, self._entry, self._damage = encode, decode, entry, damage
+        self._encode: Callable[[bytes, S], bytes] = encode
+        self._decode: Callable[[bytes, bytes], S] = decode
+        self._removes: Callable[[S], bool] = removes
+        self._entry: Callable[[bytes, S], tuple[int, Entry]] | None = entry
+        self._damage = damage
         self._later, self._new_replica = later, new_replica
-        self._under_way: list[Part] = []
-        self._retired: list[tuple[bytes, bytes]] = []
+        self._under_way: list[Part[S]] = []
+        self._retired: dict[bytes, list[bytes]] = {}
 
     # -- what the process does
 
-    def load(self, keys: Sequence[bytes]) -> tuple[tuple[RecordState | None, ...], tuple[bytes, ...]]:
+    def load(self, keys: Sequence[bytes]) -> tuple[tuple[S | None, ...], tuple[bytes, ...]]:
         """(states in the order of ``keys``, keys whose bytes failed verification)."""
-        states: list[RecordState | None] = []
+        states: list[S | None] = []
         damaged: list[bytes] = []
         for key in keys:
             value = self.values.get(key)
@@ -150,7 +157,7 @@ class Disk:
                 damaged.append(key)
             elif state is None:
                 lost.append(key)
-            else:
+            elif self._entry is not None:
                 leaf, entry = self._entry(key, state)
                 if self.index.get(leaf, {}).get(key) != entry:
                     misfiled.append(key)
@@ -162,7 +169,7 @@ class Disk:
     def _indexed(self) -> set[bytes]:
         return {key for leaf in self.index.values() for key in leaf}
 
-    def begin(self, batch: Sequence[Part]) -> None:
+    def begin(self, batch: Sequence[Part[S]]) -> None:
         """A transaction with everything in ``batch`` is under way; :meth:`commit` ends it."""
         self._under_way = list(batch)
 
@@ -179,10 +186,10 @@ class Disk:
             return ["durable"] * len(batch)
         return self.commit_singly(batch)
 
-    def commit_singly(self, batch: Sequence[Part]) -> list[Outcome]:
+    def commit_singly(self, batch: Sequence[Part[S]]) -> list[Outcome]:
         """There is no room for all: what there is room for, one after the other."""
         outcomes: list[Outcome] = []
-        fitting: list[Part] = []
+        fitting: list[Part[S]] = []
         for part in batch:
             if self._fits([*fitting, part]):
                 fitting.append(part)
@@ -211,17 +218,18 @@ class Disk:
     def lose(self) -> None:
         """A new, empty disk; what was on the old one was durable when it was acknowledged."""
         self._under_way = []
-        self._retired += self.values.items()
+        for key, value in self.values.items():
+            self._retire(key, value)
         self.values, self.notes, self.index = {}, {}, {}
         self.replica = self._new_replica()
 
-    def flip_bit(self) -> bytes | None:
-        """Damage one record, and say which; ``None`` = there are none."""
+    def flip_bit(self, key: bytes | None = None) -> bytes | None:
+        """Damage one record, or this one, and say which; ``None`` = there are none."""
         if not self.values:
             return None
-        key = self._draw.choice(sorted(self.values))
+        key = self._draw.choice(sorted(self.values)) if key is None else key
         value = bytearray(self.values[key])
-        self._retired.append((key, bytes(value)))
+        self._retire(key, bytes(value))
         bit = self._draw.between(8 * 8, 8 * len(value) - 1)
         value[bit // 8] ^= 1 << bit % 8
         self.values[key] = bytes(value)
@@ -229,7 +237,7 @@ class Disk:
 
     # -- for checkers
 
-    def states(self) -> dict[bytes, RecordState]:
+    def states(self) -> dict[bytes, S]:
         """Every record that can be read."""
         keys = sorted(self.values)
         found, damaged = self.load(keys)
@@ -239,11 +247,14 @@ class Disk:
             if state is not None and key not in damaged
         }
 
-    def held(self, key: bytes) -> list[RecordState]:
+    def sound(self) -> bool:
+        """Whether all its bytes are."""
+        return not self.load(list(self.values))[1]
+
+    def held(self, key: bytes) -> list[S]:
         """What this disk has of a record, and what it had before it was lost or damaged."""
-        values = [value for stored, value in self._retired if stored == key]
-        values += [self.values[key]] if key in self.values else []
-        states: list[RecordState] = []
+        values = [*self._retired.get(key, ()), *([self.values[key]] if key in self.values else [])]
+        states: list[S] = []
         for value in values:
             try:
                 states.append(self._decode(key, value))
@@ -251,14 +262,14 @@ class Disk:
                 continue  # its bytes before the damage are among the retired ones
         return states
 
-    def _fits(self, batch: Sequence[Part]) -> bool:
+    def _fits(self, batch: Sequence[Part[S]]) -> bool:
         if self.room_bytes is None:
             return True
         size = sum(len(self._encode(key, state)) for part in batch for key, state in part.writes)
         size += sum(len(value or b"") for part in batch for _, value in part.notes)
         return size <= self.room_bytes
 
-    def _write(self, batch: Sequence[Part]) -> None:
+    def _write(self, batch: Sequence[Part[S]]) -> None:
         for part in batch:
             for key, state in part.writes:
                 self._put(key, state)
@@ -268,16 +279,22 @@ class Disk:
                     self.notes[note] = noted
             self.replica = self._later(self.replica, part.replica)
 
-    def _put(self, key: bytes, state: RecordState) -> None:
-        leaf, entry = self._entry(key, state)
-        if state.context:
+    def _put(self, key: bytes, state: S) -> None:
+        removes = self._removes(state)
+        if self._entry is not None:
+            leaf, entry = self._entry(key, state)
+            self.index.setdefault(leaf, {}).pop(key, None)
+            if not removes:
+                self.index[leaf][key] = entry
+        if not removes:
             self.values[key] = self._encode(key, state)
-            self.index.setdefault(leaf, {})[key] = entry
             self.heard(key, state)
         elif key in self.values:
-            self._retired.append((key, self.values.pop(key)))
-            self.index[leaf].pop(key, None)
+            self._retire(key, self.values.pop(key))
+
+    def _retire(self, key: bytes, value: bytes) -> None:
+        self._retired.setdefault(key, []).append(value)
 
 
-def _nobody(key: bytes, state: RecordState) -> None:
+def _nobody(key: bytes, state: object) -> None:
     """Listens."""

@@ -247,7 +247,7 @@ class _Judge:
 
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})
-        seen, living = _join(replicas)
+        seen, living = joined(replicas)
         values = {value for value in living.values() if value is not None}
         replaceable: set[int] = set()
         replaced_by: dict[int, _Attempt] = {}
@@ -304,7 +304,7 @@ def _raise(seen: dict[str, int], context: Mapping[str, int]) -> None:
         seen[replica] = max(seen.get(replica, 0), counter)
 
 
-def _join(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:
+def joined(replicas: Mapping[str, Replica]) -> tuple[dict[str, int], dict[Dot, str | None]]:
     """(what all together have seen, the writes that live)."""
     seen: dict[str, int] = {}
     for replica in replicas.values():

@@ -6,7 +6,7 @@ came back, one ``Returned``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,8 @@ class Write(msgspec.Struct, frozen=True):
     value: str | None
     blind: bool = False
     """Whether it was sent without a context."""
+    expected: str | None = None
+    """Of a compare-and-set: the value whose version it names; ``None`` = it asks that there be no value."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -45,6 +47,13 @@ class Seen(msgspec.Struct, frozen=True):
     values: list[str]
     context: Dots
     degraded: bool
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """The last compare-and-set that a strong ``change`` tried."""
+
+    expected: str | None
+    value: str
 
 
 class Began(msgspec.Struct, frozen=True, tag="began", tag_field="event"):
@@ -75,6 +84,10 @@ class Returned(msgspec.Struct, frozen=True, tag="returned", tag_field="event"):
     each: list[Outcome] = []
     """Of a batch that was not done as a whole: what became of each write."""
     seen: list[Seen] = []
+    """Also what a failed compare-and-set saw."""
+    version: str = ""
+    """Of a strong record, in hexadecimal, after a change that was done or as it was seen."""
+    swap: Swap | None = None
 
 
 class Happened(msgspec.Struct, frozen=True, tag="happened", tag_field="event"):
@@ -122,6 +135,15 @@ class History:
         return [
             Operation(line, returned.get(line.operation)) for line in self.lines if isinstance(line, Invoked)
         ]
+
+    def parted(self, kinds: Collection[str]) -> tuple[History, History]:
+        """(the operations of these kinds, the others)."""
+        chosen = {line.operation for line in self.lines if isinstance(line, Invoked) and line.kind in kinds}
+        these, others = History(), History()
+        for line in self.lines:
+            if isinstance(line, Invoked | Returned):
+                (these if line.operation in chosen else others).add(line)
+        return these, others
 
     def encoded(self) -> bytes:
         """JSON lines; equal histories are equal bytes."""

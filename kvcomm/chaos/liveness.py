@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcomm.chaos.history import History, Operation
 from kvcomm.chaos.network import halves
+from kvcomm.chaos.registers import KINDS, READS
 from kvcomm.chaos.watch import Violation
 from kvcomm.errors import Conflict
 
@@ -35,6 +36,8 @@ class Core:
         plan = cluster.plan
         self._nemesis.heal()
         broken = draw.some(cluster.names, draw.between(0, plan.copies - plan.write_need))
+        if plan.strong_percent:
+            broken = self._few_enough(broken)
         core = [name for name in cluster.names if name not in broken]
         for name in broken:
             if draw.chance(0.4):
@@ -47,30 +50,38 @@ class Core:
         self.healthy_from_s = cluster.world.now + GRACE_S
         cluster.note(f"the core is {core}, {broken} are broken for good")
 
+    def _few_enough(self, broken: list[str]) -> list[str]:
+        """So that, with those that have lost their strong records, they are a minority everywhere."""
+        lost = self._cluster.lost_voters()
+        while len(lost.union(broken)) > self._cluster.plan.spare and broken:
+            broken = broken[:-1]
+        return broken
+
 
 def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
     """Windows of a client in which it tried to write (or read) and never could."""
-    tried: dict[tuple[str, bool, int], int] = {}
-    done: dict[tuple[str, bool, int], int] = {}
+    tried: dict[tuple[str, bool, bool, int], int] = {}
+    done: dict[tuple[str, bool, bool, int], int] = {}
     for operation in history.operations():
         invoked = operation.invoked
         if invoked.at < healthy_from_s:
             continue
-        window = (invoked.client, bool(invoked.writes), int((invoked.at - healthy_from_s) / WINDOW_S))
+        number = int((invoked.at - healthy_from_s) / WINDOW_S)
+        window = (invoked.client, invoked.kind in KINDS, invoked.kind not in ("get", *READS), number)
         tried[window] = tried.get(window, 0) + 1
         done[window] = done.get(window, 0) + _answered(operation)
     found: list[Violation] = []
     for window in sorted(tried):
-        client, writes, number = window
+        client, strong, writes, number = window
         if tried[window] >= TRIED_MIN and not done[window]:
-            what = f"{tried[window]} {'puts' if writes else 'gets'}"
+            what = f"{tried[window]} {'strong' if strong else 'eventual'} {'writes' if writes else 'reads'}"
             since_s = healthy_from_s + number * WINDOW_S
             found.append(Violation("progress", f"{client} tried {what} from {since_s:.1f} on, none done"))
     return found
 
 
 def _answered(operation: Operation) -> bool:
-    """Done, or the record had no room for one more sibling: an answer, and not the cluster's fault."""
+    """Done, or the record had too many siblings or another version: an answer, not the cluster's fault."""
     if operation.outcome == "ok":
         return True
     return operation.returned is not None and operation.returned.error.startswith(Conflict.code)

@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcomm.chaos.disk import Disk
 from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
 
 if TYPE_CHECKING:
     from kvcomm.chaos.cluster import Cluster
+    from kvcomm.wire.messages import RecordState, StrongState
 
 
 class Nemesis:
@@ -42,8 +44,8 @@ class Nemesis:
         network.slow.clear()
         network.weather = replace(network.weather, loss=0.0, double=0.0, tail=0.0)
         for name in self.cluster.names:
-            disk = self.cluster.disks[name]
-            disk.room_bytes, disk.failing, disk.stalled_until = None, False, 0.0
+            for disk in self._databases(name):
+                disk.room_bytes, disk.failing, disk.stalled_until = None, False, 0.0
             if self.cluster.host(name).paused:
                 self.cluster.host(name).resume()
             self.cluster.start(name)
@@ -202,7 +204,7 @@ class Nemesis:
 
     def _power_cut(self) -> str:
         """One machine, and where nothing can be lost by it, all of them."""
-        if self.plan.fsync == "always":
+        if self.plan.fsync == "always" or self.plan.strong_percent == 100:
             names = self.cluster.names if self.draw.chance(0.3) else [self._some_node()]
         elif self._may_lose():
             names = [self._some_node()]
@@ -211,6 +213,7 @@ class Nemesis:
         for name in names:
             self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
             self.cluster.disks[name].power_cut()
+            self.cluster.strong_disks[name].power_cut()
         return f"{names}"
 
     def _pause(self) -> str:
@@ -228,6 +231,9 @@ class Nemesis:
 
     # -- disks
 
+    def _databases(self, name: str) -> tuple[Disk[RecordState], Disk[StrongState]]:
+        return self.cluster.disks[name], self.cluster.strong_disks[name]
+
     def _may_lose(self) -> bool:
         if not self.losses_left:
             return False
@@ -235,28 +241,67 @@ class Nemesis:
         self.intact = False
         return True
 
+    def _may_lose_strong(self, name: str) -> bool:
+        """Any number of times, but never more than a minority before they have caught up."""
+        return len(self.cluster.lost_voters() | {name}) <= self.plan.spare
+
     def _lose_disk(self) -> str:
-        if not self._may_lose():
-            return "nobody"
+        """One of the shard's databases or both."""
         name = self._some_node()
+        which = [kind for kind in ("eventual", "strong") if self.draw.chance(0.7)]
+        lost = [kind for kind in which if self._may(kind, name)]
+        if not lost:
+            return "nobody"
         self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
-        self.cluster.disks[name].lose()
-        return name
+        if "eventual" in lost:
+            self.cluster.disks[name].lose()
+        if "strong" in lost:
+            self.cluster.lose_strong(name)
+        return f"{name}: {lost}"
+
+    def _may(self, kind: str, name: str) -> bool:
+        return self._may_lose_strong(name) if kind == "strong" else self._may_lose()
 
     def _bit_flip(self) -> str:
-        names = [name for name in self.cluster.names if self.cluster.disks[name].values]
-        if not names or not self._may_lose():
+        name, kind = self._some_node(), "strong" if self.draw.chance(0.3) else "eventual"
+        disk = self.cluster.strong_disks[name] if kind == "strong" else self.cluster.disks[name]
+        if not disk.values or not self._may(kind, name):
             return "nobody"
-        name, count = self.draw.choice(names), self.draw.between(1, 8)
-        keys = [self.cluster.disks[name].flip_bit() for _ in range(count)]
+        keys = [disk.flip_bit() for _ in range(self.draw.between(1, 8))]
         if self.draw.chance(0.7):  # what a shard has in memory it does not read again
             self.cluster.kill(name, self.draw.uniform(0.0, 0.5))
-        return f"{name}: {sorted({key[-8:] for key in keys if key is not None})}"
+        return f"{name}: {sorted({key[-9:] for key in keys if key is not None})}"
+
+    def _amnesia(self) -> str:
+        """One shard is away while the others decide; then it is back, one of the others has forgotten what
+        was decided, and the third is away."""
+        from l3_shard.entering import MEMBERSHIP_KEY
+
+        if len(self.cluster.names) < 3:
+            return "nobody"
+        away, forgetful, third = self.draw.some(self.cluster.names, 3)
+        gone = isolate(away, self.cluster.names)
+        self.cut(gone)
+
+        def forget() -> None:
+            self._mend(gone)
+            if self._may_lose_strong(forgetful):
+                self.cluster.kill(forgetful, self.draw.uniform(0.0, 0.3))
+                disk = self.cluster.strong_disks[forgetful]
+                if self.draw.chance(0.5):
+                    self.cluster.lose_strong(forgetful)
+                else:
+                    for key in sorted(disk.values.keys() - {MEMBERSHIP_KEY}):
+                        disk.flip_bit(key)
+            self._cut_for_a_while(isolate(third, self.cluster.names))
+
+        self.cluster.world.after(self.draw.uniform(0.2, 2.0), self._unless_over(forget))
+        return f"{away} is away, {forgetful} forgets"
 
     def _disk_full(self) -> str:
         """On one node, on some, or on all."""
         names = self.draw.some(self.cluster.names, self.draw.between(1, len(self.cluster.names)))
-        disks = [self.cluster.disks[name] for name in names]
+        disks = [disk for name in names for disk in self._databases(name)]
         for disk in disks:
             disk.room_bytes = self.draw.choice((0, 200, 400, 1_000))
 
@@ -271,12 +316,17 @@ class Nemesis:
         """Whatever is asked of the disk takes until the stall is over."""
         name = self._some_node()
         stall_s = self.draw.uniform(0.05, 2 * self.plan.fault_for_s)
-        self.cluster.disks[name].stalled_until = self.cluster.world.now + stall_s
+        for disk in self._databases(name):
+            disk.stalled_until = self.cluster.world.now + stall_s
         return f"{name} for {stall_s:.1f} s"
 
     def _sync_failed(self) -> str:
         name = self._some_node()
-        self.cluster.disks[name].failing = True
+        records, strong = self._databases(name)
+        if self.draw.chance(0.5):
+            records.failing = True
+        else:
+            strong.failing = True
         return name
 
     # -- the ring

@@ -13,7 +13,7 @@ Mode = Literal["safety", "liveness"]
 FAULTS = (
     "halves", "bridge", "ring", "isolate", "one_way", "flapping", "swizzle", "alone", "client_cut", "reset",
     "slow", "kill", "kill_all", "power_cut", "pause", "lose_disk", "bit_flip", "disk_full", "disk_stall",
-    "sync_failed", "wall_jump", "epoch", "move",
+    "sync_failed", "wall_jump", "epoch", "move", "amnesia",
 )  # fmt: skip
 """What a nemesis can do; see ``kvcomm.chaos.nemesis``."""
 
@@ -50,6 +50,15 @@ class Plan:
     weather: Weather = field(default_factory=Weather)
     mix: tuple[tuple[str, int], ...] = (("get", 4), ("put", 4), ("blind", 1), ("delete", 1), ("batch", 1))
     """Operations and their weights."""
+    strong_percent: int = 0
+    """Of the operations: those on strong records."""
+    registers: int = 2
+    """Strong records."""
+    strong_mix: tuple[tuple[str, int], ...] = (
+        ("read", 4), ("set", 3), ("cas", 3), ("change", 1), ("clear", 1),
+    )  # fmt: skip
+    spread: bool = False
+    """Clients prefer different coordinators of one record, where every shard owns all records."""
     faults: tuple[str, ...] = ()
     fault_every_s: float = 2.0
     fault_for_s: float = 3.0
@@ -73,6 +82,16 @@ class Plan:
     def write_need(self) -> int:
         """Disks that hold a write when it is acknowledged."""
         return min(self.write_quorum, self.copies)
+
+    @property
+    def majority(self) -> int:
+        """Of a strong record's owners."""
+        return self.copies // 2 + 1
+
+    @property
+    def spare(self) -> int:
+        """Owners of a strong record that may have lost it at the same time: F of 2F + 1."""
+        return self.copies - self.majority
 
     def describe(self) -> dict[str, object]:
         """For a person, and for the head of a history."""

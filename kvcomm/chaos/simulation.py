@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,18 @@ from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.registers import UNDECIDED, MixedWorkload
 from kvcomm.chaos.watch import Violation
-from kvcomm.chaos.workload import EventualWorkload, Work, Workload
+from kvcomm.chaos.workload import Work, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcomm.wire.messages import RecordState
+
+FOUNDED_WITHIN_S = 30.0
+RESTARTED_WITHIN_S = 4.0
+LOOKED_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +33,22 @@ class Result:
     plan: Plan
     history: History
     violations: list[Violation]
+    undecided: list[Violation]
+    """Registers whose history was too hard to judge: no verdict, and no clean bill either."""
     event_count: int
     frame_count: int
-
-    @property
-    def simulated_s(self) -> float:
-        return self.plan.active_s + self.plan.quiet_s
+    simulated_s: float
 
 
 def simulate(
     plan: Plan,
     parts: Parts | None = None,
     *,
-    workload: Callable[[Plan], Workload] = EventualWorkload,
+    workload: Callable[[Plan], Workload] = MixedWorkload,
     script: Callable[[Nemesis], None] | None = None,
 ) -> Result:
-    """Run ``plan``; a broken invariant of a machine is a violation like any other.
+    """Run ``plan``; a broken invariant of a machine, and whatever else it raises, is a violation like any
+    other.
 
     Args:
         parts: what the cluster is made of, in place of what is shipped.
@@ -55,11 +61,23 @@ def simulate(
         violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
-    return Result(plan, cluster.history, violations, cluster.world.event_count, cluster.network.frame_count)
+    except Exception:
+        text = f"at {cluster.world.now:.6f}: {traceback.format_exc(limit=-3)}"
+        violations = [*cluster.violations, Violation("crash", text)]
+    return Result(
+        plan,
+        cluster.history,
+        [violation for violation in violations if violation.promise != UNDECIDED],
+        [violation for violation in violations if violation.promise == UNDECIDED],
+        cluster.world.event_count,
+        cluster.network.frame_count,
+        cluster.world.now,
+    )
 
 
 def _play(cluster: Cluster, workload: Workload, script: Callable[[Nemesis], None] | None) -> list[Violation]:
     nemesis, work = Nemesis(cluster), Work(cluster, workload)
+    cluster.found(FOUNDED_WITHIN_S)
     work.begin()
     if script is None:
         nemesis.begin()
@@ -89,7 +107,13 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
         shard = cluster.shard(name)
         if shard is not None:
             shard.check_answers()
-    violations = cluster.violations + work.workload.check(cluster.history, ending(cluster, nemesis))
+    last = ending(cluster, nemesis)
+    if plan.strong_percent:
+        cluster.power_cut()
+        world.run(world.now + RESTARTED_WITHIN_S)
+        work.look_again()
+        world.run(world.now + LOOKED_WITHIN_S)
+    violations = cluster.violations + work.workload.check(cluster.history, last)
     return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
 
 
@@ -109,7 +133,7 @@ def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
 
 def _replica(state: RecordState) -> Replica:
     held = {
-        (sibling.replica, sibling.counter): None if sibling.value is None else sibling.value.decode()
+        (sibling.replica, sibling.counter): None if sibling.value is None else sibling.value.decode("latin-1")
         for sibling in state.siblings
     }
     return Replica(dict(state.context), held)

@@ -6,11 +6,15 @@ never.  So the seed decides first *which* kinds of trouble a world knows, and th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcomm.chaos.disk import Fsync
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
 from kvcomm.chaos.plan import FAULTS, Mode, Plan
 
+HASTY_S = 0.05
+"""Where a hop with its sync takes less, short time-outs are enough."""
 LASTING = (
     "halves",
     "bridge",
@@ -28,17 +32,22 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
+OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
+"""Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
+is frequent."""
+
 
 def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
     """The world of ``seed``."""
-    draw = Draw(seed).fork("plan")
+    draw, strong = Draw(seed).fork("plan"), Draw(seed).fork("strong")
     shards = draw.weighted(((1, 1), (2, 1), (3, 8), (4, 2), (5, 5), (7, 1)))
     replicas = draw.weighted(((1, 1), (2, 2), (3, 10), (5, 2)))
     copies = min(replicas, shards)
     write_quorum = draw.between(1, copies) if draw.chance(0.3) else copies // 2 + 1
     read_quorum = draw.between(1, copies)
+    strong_percent = strong.choice((0, 30, 70, 100))
     policies: tuple[tuple[Fsync, int], ...] = (("always", 6), ("interval", 2), ("never", 1))
-    return Plan(
+    plan = Plan(
         seed=seed,
         mode=mode,
         shards=shards,
@@ -61,13 +70,36 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
             ("delete", draw.between(0, 3)),
             ("batch", draw.between(0, 3)),
         ),
-        faults=_faults(draw),
+        strong_percent=strong_percent,
+        registers=strong.weighted(((1, 3), (2, 2), (5, 1))),
+        strong_mix=(
+            ("read", strong.between(2, 6)),
+            ("set", strong.between(1, 5)),
+            ("cas", strong.between(1, 5)),
+            ("change", strong.between(0, 2)),
+            ("clear", strong.between(0, 2)),
+        ),
+        spread=strong.chance(0.5),
+        faults=_faults(draw) + _faults_of_voters(strong, strong_percent),
         fault_every_s=draw.choice((0.3, 0.8, 2.5)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
         repair_interval_s=1.0 if draw.chance(0.2) else None,
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
+    slowest_s = plan.weather.delay_s[1] + plan.commit_s[1] + plan.turn_s + plan.load_s
+    return _hasty(plan) if slowest_s < HASTY_S and strong.chance(0.6) else plan
+
+
+def _hasty(plan: Plan) -> Plan:
+    """Less patience: more happens while something is broken."""
+    return replace(plan, request_timeout_s=0.5, ask_timeout_s=0.7, operation_timeout_s=3.0)
+
+
+def _faults_of_voters(draw: Draw, strong_percent: int) -> tuple[str, ...]:
+    if not strong_percent or draw.chance(0.5):
+        return ()
+    return (draw.choice(OF_VOTERS),) * 3
 
 
 def _weather(draw: Draw) -> Weather:

@@ -4,6 +4,8 @@
 * A dot names one write of its record, and a value that was written once has one dot.
 * Nothing that carries an older epoch than the shard's is served.
 * A request is answered within the shard's time-out.
+* An acceptor that says that it promised or accepted has that on its disk, and under one ballot every acceptor
+  accepts the same register.  An acknowledged strong change is on the disks of a majority.
 """
 
 from __future__ import annotations
@@ -24,7 +26,25 @@ from kvcomm.wire.messages import (
     RecordState,
     RecordVersion,
     RecordVersions,
+    StrongAccept,
+    StrongAccepted,
+    StrongChange,
+    StrongEnter,
+    StrongOutcomes,
+    StrongPrepare,
+    StrongPromised,
+    StrongRead,
+    StrongRegister,
+    StrongState,
 )
+
+_FENCED = (
+    RecordGet, RecordPut, RecordReplicate, RecordFetch,
+    StrongRead, StrongChange, StrongPrepare, StrongAccept, StrongEnter,
+)  # fmt: skip
+"""Requests of an epoch."""
+_VERSIONS_MAX = 8
+"""Versions that a register remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +58,25 @@ class Violation:
 
 class Watch:
     """Args:
-    disks: by node.
+    disks: with the eventual records, by node.
+    strong_disks: with the strong ones.
     need: disks that an acknowledged write is on.
+    majority: disks that an acknowledged strong change is on.
     now: seconds of the simulation.
     """
 
-    def __init__(self, disks: Mapping[str, Disk], need: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        disks: Mapping[str, Disk[RecordState]],
+        strong_disks: Mapping[str, Disk[StrongState]],
+        need: int,
+        majority: int,
+        now: Callable[[], float],
+    ) -> None:
         self.violations: list[Violation] = []
-        self._disks, self._need, self._now = disks, need, now
+        self._disks, self._strong_disks = disks, strong_disks
+        self._need, self._majority, self._now = need, majority, now
+        self._accepted: dict[tuple[bytes, bytes], tuple[StrongRegister, str]] = {}
         self._written: dict[tuple[bytes, str, int], tuple[int, bytes | None]] = {}
         self._dots: dict[tuple[bytes, bytes], tuple[str, int]] = {}
 
@@ -54,10 +85,14 @@ class Watch:
         if isinstance(answer, Failure):
             return
         asked = getattr(request, "epoch", epoch)
-        if isinstance(request, RecordGet | RecordPut | RecordReplicate | RecordFetch) and 0 <= asked < epoch:
-            self._report(
-                "epochs", f"{node} at epoch {epoch} served {type(request).__name__} of epoch {asked}"
-            )
+        if isinstance(request, _FENCED) and 0 <= asked < epoch:
+            self.report("epochs", f"{node} at epoch {epoch} served {type(request).__name__} of epoch {asked}")
+        if isinstance(request, StrongPrepare | StrongAccept):
+            self._check_vote(node, request, answer)
+        elif isinstance(request, StrongChange) and isinstance(answer, StrongOutcomes):
+            for order, outcome in zip(request.changes, answer.outcomes, strict=True):
+                if not outcome.code and outcome.version:
+                    self._check_decided(node, tenant + order.key, outcome.version)
         if isinstance(request, RecordPut) and isinstance(answer, RecordVersions | RecordFates):
             versions: list[RecordVersion | None] = (
                 [fate.version for fate in answer.fates]
@@ -71,13 +106,45 @@ class Watch:
             for key, state in zip(request.keys, request.states, strict=True):
                 self._check_merged(node, key, state)
 
+    def _check_vote(self, node: str, request: StrongPrepare | StrongAccept, answer: Message) -> None:
+        """A vote that a crash takes back lets two proposers both succeed."""
+        if not isinstance(answer, StrongPromised | StrongAccepted) or not answer.granted:
+            return
+        held = self._strong_disks[node].held(request.key)
+        promised = max((state.promised for state in held), default=b"")
+        accepted = max((state.accepted for state in held), default=b"")
+        if promised < request.ballot or (isinstance(request, StrongAccept) and accepted < request.ballot):
+            self.report("votes", f"{node} granted {request} and has promised {promised!r}, {accepted!r}")
+
+    def _check_decided(self, node: str, key: bytes, version: bytes) -> None:
+        holders = [
+            name
+            for name, disk in sorted(self._strong_disks.items())
+            if any(_has(state.register, version) for state in disk.held(key))
+        ]
+        if len(holders) < self._majority:
+            self.report(
+                "durability", f"{node} acknowledged {version!r} of {key!r}, which is on {holders} only"
+            )
+
+    def accepted(self, node: str, key: bytes, state: StrongState) -> None:
+        """``state`` is on the disk of ``node``."""
+        if not state.accepted:
+            return
+        known, first = self._accepted.setdefault((key, state.accepted), (state.register, node))
+        if known != state.register:
+            self.report(
+                "ballots",
+                f"{key!r}: {first} accepted {known} under {state.accepted!r}, {node} {state.register}",
+            )
+
     def written(self, node: str, key: bytes, state: RecordState) -> None:
         """``state`` is on the disk of ``node``."""
         for sibling in state.siblings:
             content = (sibling.hlc, sibling.value)
             known = self._written.setdefault((key, sibling.replica, sibling.counter), content)
             if known != content:
-                self._report(
+                self.report(
                     "dots",
                     f"{key!r}: dot ({sibling.replica}, {sibling.counter}) names {known} "
                     f"and, at {node}, {content}",
@@ -86,12 +153,10 @@ class Watch:
                 dot = (sibling.replica, sibling.counter)
                 first = self._dots.setdefault((key, sibling.value), dot)
                 if first != dot:
-                    self._report(
-                        "once", f"{key!r}: {sibling.value!r} was written twice, as {first} and {dot}"
-                    )
+                    self.report("once", f"{key!r}: {sibling.value!r} was written twice, as {first} and {dot}")
 
     def unanswered(self, node: str, message: Message, age_s: float) -> None:
-        self._report("answers", f"{node} has not answered {type(message).__name__} for {age_s:.1f} s")
+        self.report("answers", f"{node} has not answered {type(message).__name__} for {age_s:.1f} s")
 
     def _check_held(self, node: str, key: bytes, replica: str, counter: int) -> None:
         holders = [
@@ -100,7 +165,7 @@ class Watch:
             if any(state.context.get(replica, 0) >= counter for state in disk.held(key))
         ]
         if len(holders) < self._need or node not in holders:
-            self._report(
+            self.report(
                 "durability",
                 f"{node} acknowledged ({replica}, {counter}) of {key!r}, which is on {holders} only, "
                 f"not on {self._need} disks with its own",
@@ -111,7 +176,14 @@ class Watch:
         held = self._disks[node].held(key)
         for replica, counter in sorted(state.context.items()):
             if not any(each.context.get(replica, 0) >= counter for each in held):
-                self._report("durability", f"{node} says that it has ({replica}, {counter}) of {key!r}")
+                self.report("durability", f"{node} says that it has ({replica}, {counter}) of {key!r}")
 
-    def _report(self, promise: str, text: str) -> None:
+    def report(self, promise: str, text: str) -> None:
+        """Note a broken promise."""
         self.violations.append(Violation(promise, f"at {self._now():.6f}: {text}"))
+
+
+def _has(register: StrongRegister, version: bytes) -> bool:
+    """Whether it holds that change, or descends from it by more changes than it remembers."""
+    versions = register.versions
+    return version in versions or (len(versions) >= _VERSIONS_MAX and versions[0] > version)

@@ -5,10 +5,12 @@ A workload is a class behind this port; the cluster, the faults and the history 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from kvcomm.chaos.eventual import Ending, check_eventual
 from kvcomm.chaos.history import (
@@ -44,6 +46,8 @@ class Act:
     steps: Callable[[], Steps[object]]
     returned: Callable[[float, object], Returned]
     """(when, result of the steps) -> the line that says so."""
+    raised: Callable[[Returned, KVCommError], Returned] = lambda line, error: line
+    """What there is to add to the line of an error."""
 
 
 class Workload(Protocol):
@@ -53,8 +57,12 @@ class Workload(Protocol):
         """Draw the next operation of ``client``."""
         ...
 
-    def last(self, client: ClientProcess, at: float) -> Act:
-        """The last operation of ``client``, when everything is healed and quiet: what is to be seen then."""
+    def last(self, client: ClientProcess, at: float) -> Sequence[Act]:
+        """The last operations of ``client``, when everything is healed and quiet: what is to be seen then."""
+        ...
+
+    def after_power_cut(self, client: ClientProcess, at: float) -> Sequence[Act]:
+        """What ``client`` looks at after that, when all machines have lost power at once."""
         ...
 
     def check(self, history: History, ending: Ending) -> list[Violation]:
@@ -65,10 +73,10 @@ class Workload(Protocol):
 class EventualWorkload:
     """Gets, puts with and without context, deletes and batches of eventual records, every value unique."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, operations: Iterator[int] | None = None) -> None:
         self._plan = plan
         self._keys = [f"key{index}" for index in range(plan.keys)]
-        self._operations = count()
+        self._operations = count() if operations is None else operations
         self._values = count()
 
     def act(self, client: ClientProcess, at: float) -> Act:
@@ -85,8 +93,11 @@ class EventualWorkload:
         ]
         return self._put(client, number, at, kind, writes)
 
-    def last(self, client: ClientProcess, at: float) -> Act:
-        return self._get(client, next(self._operations), at, self._keys)
+    def last(self, client: ClientProcess, at: float) -> Sequence[Act]:
+        return (self._get(client, next(self._operations), at, self._keys),)
+
+    def after_power_cut(self, client: ClientProcess, at: float) -> Sequence[Act]:
+        return ()  # the policies for syncing allow losses
 
     def check(self, history: History, ending: Ending) -> list[Violation]:
         return check_eventual(self._plan, history, ending)
@@ -136,10 +147,23 @@ class Work:
             self._rest(client)
 
     def finish(self) -> None:
-        """Let every client do its last operation."""
+        """Let every client do its last operations."""
         at = round(self._cluster.world.now, 6)
         for client in self._cluster.clients:
-            self.run(client, self.workload.last(client, at), lambda done: None)
+            self._look(client, list(self.workload.last(client, at)))
+
+    def look_again(self) -> None:
+        """Let every client see what is left after the power cut."""
+        at = round(self._cluster.world.now, 6)
+        for client in self._cluster.clients:
+            self._look(client, list(self.workload.after_power_cut(client, at)))
+
+    def _look(self, client: ClientProcess, acts: list[Act]) -> None:
+        """One after the other."""
+        if acts:
+            at = round(self._cluster.world.now, 6)
+            act = replace(acts[0], invoked=msgspec.structs.replace(acts[0].invoked, at=at))
+            self.run(client, act, lambda done: self._look(client, acts[1:]))
 
     def run(self, client: ClientProcess, act: Act, then: Callable[[bool], None]) -> None:
         """Run one operation and write down what came of it; ``then`` hears whether it was done."""
@@ -153,12 +177,11 @@ class Work:
             else:
                 invoked, text = act.invoked, f"{error.code}: {error.message}"
                 each, stored = outcome_of_each(error), [_stored_in_part(one) for one in error.outcomes]
-                history.add(
-                    Returned(
-                        at, invoked.client, invoked.operation, outcome_of(error),
-                        error=text, stored=stored, each=each,
-                    )
+                line = Returned(
+                    at, invoked.client, invoked.operation, outcome_of(error),
+                    error=text, stored=stored, each=each,
                 )  # fmt: skip
+                history.add(act.raised(line, error))
             then(error is None)
 
         client.run(act.steps, done)

@@ -106,6 +106,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh(store, running.server, running.grant_counts, running.ring().epoch)
                 process.refresh_records(running.counts(), running.repair_counts(), running.fsync_seconds)
                 process.refresh_strong(running.strong_counts())
+                process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.resolvers.resolver import Moment, Resolver
 from kvcomm.version import VersionVector
 
@@ -35,6 +35,11 @@ Held = tuple[int, bytes]
 _Pairs = list[tuple[str, int]]
 _Writes = list[tuple[int, int, int, bytes]]
 
+FIELDS_MAX = 4_096
+"""Fields of one record, removals that are waited for included: a write decodes and encodes all of them, about
+2 µs each, while its shard does nothing else.  Concurrent writers may pass it together; then nothing can be
+added until some are removed."""
+
 NOTHING = VersionVector()
 NO_WRITES: dict[Dot, Held] = {}
 
@@ -42,8 +47,8 @@ NO_WRITES: dict[Dot, Held] = {}
 class FieldsDelta(msgspec.Struct, frozen=True, array_like=True):
     """Fields to put and to remove; none in both."""
 
-    put: dict[bytes, bytes] = {}
-    remove: list[bytes] = []
+    put: Annotated[dict[bytes, bytes], msgspec.Meta(max_length=FIELDS_MAX)] = {}
+    remove: Annotated[list[bytes], msgspec.Meta(max_length=FIELDS_MAX)] = []
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +63,10 @@ class Fields:
     seen: VersionVector
     fields: Mapping[bytes, Mapping[Dot, Held]]
     removed: Mapping[bytes, VersionVector]
+
+    @property
+    def count(self) -> int:
+        return len(self.fields) + len(self.removed)
 
     def living(self, field: bytes, other: Fields) -> dict[Dot, Held]:
         """Our writes of ``field`` that ``other`` has as well, or has not seen."""
@@ -122,7 +131,12 @@ class _FieldRecords(Resolver[Fields, FieldsDelta, V]):
         dot = (moment.dot.replica, moment.dot.counter)
         fields |= {field: {dot: (int(moment.stamp), value)} for field, value in delta.put.items()}
         # What the record has seen and the state does not hold was deleted with a whole record: it stays away.
-        return _settled(state.seen.merge(moment.seen).including(moment.dot), fields, removed)
+        after = _settled(state.seen.merge(moment.seen).including(moment.dot), fields, removed)
+        if FIELDS_MAX < after.count > state.count:
+            raise TooLarge(
+                f"the {self.name} record would have {after.count} entries, the most are {FIELDS_MAX}"
+            )
+        return after
 
     def _check_delta(self, delta: FieldsDelta) -> None:
         if both := sorted(delta.put.keys() & set(delta.remove)):

@@ -74,7 +74,7 @@ class Resolver(ABC, Generic[S, D, V]):
         """The join of ``values`` (none: a new record), changed by ``delta``.
 
         Raises:
-            Refused: ``delta`` is not one, or leads to a state that cannot be.
+            Refused: ``delta`` is not one, or leads to a state that cannot be (``TooLarge``: is too big).
             Corrupt: as :meth:`join`.
         """
         return self._encode(self._change(self._joined(values), self.delta(delta), moment))

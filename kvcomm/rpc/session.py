@@ -29,7 +29,7 @@ from kvcomm.errors import Corrupt, KVCommError, TooLarge
 from kvcomm.namespace import Namespace
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.deadlines import ServerClock
-from kvcomm.wire.frames import Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.frames import KNOWS_STAMPS, Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox, Parcel
 
@@ -124,7 +124,7 @@ class Session:
         self._last_number = _HELLO_NUMBER
         self._clock = ServerClock()
         hello = Hello(PROTOCOL_VERSION, identity.token, identity.caller, KEY_VECTOR)
-        self.outbox.put(encode_frame(_HELLO_NUMBER, hello))
+        self.outbox.put(encode_frame(_HELLO_NUMBER, hello, flags=KNOWS_STAMPS))
 
     @property
     def busy(self) -> bool:

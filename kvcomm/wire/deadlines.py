@@ -28,6 +28,9 @@ DRIFT = 0.01
 AHEAD_S_MAX = 3_600.0
 """A deadline further away is not told."""
 
+FRESH_S = 0.02
+"""What was heard a moment ago is not worked out anew with each reply."""
+
 _MODULUS = 1 << STAMP_BITS
 
 
@@ -53,7 +56,7 @@ class ServerClock:
 
     def heard(self, stamp: int, sent_at: float, now: float) -> None:
         """The server said ``stamp`` between ``sent_at`` (``-inf``: nobody knows) and ``now``."""
-        if not stamp:
+        if not stamp or now - self._heard_at < FRESH_S:
             return
         known = self._heard_at > -inf
         least = stamp - now * 1_000

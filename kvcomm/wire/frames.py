@@ -4,12 +4,14 @@ A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
 
     0   magic 2s = "KV"      8   request u64          24  checksum u64   xxh3-64 of bytes [0, 24)
     2   version u8           16  payload_bytes u40                       and the message
-    3   flags u8 (0)         21  stamp u24
+    3   flags u8             21  stamp u24
     4   message_bytes u32
 
 The payload is not covered: blocks carry their own checksum, which the reader verifies after arrival.
 Requests are pipelined: a reply carries its request's number, and replies may come in any order.  The stamp of
 a request is its deadline, that of a reply the time, both of the server's clock (``kvcomm.wire.deadlines``).
+Stamps go only to those who have said that they know them, by a flag of their ``Hello``: to others they would
+be a part of the size.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.wire.messages import MESSAGES, PROTOCOL_VERSION, Message
 
 MAGIC = b"KV"
+KNOWS_STAMPS = 1
+"""Flag of ``Hello``: its sender reads stamps.  Who does not know a flag ignores it."""
 MESSAGE_BYTES_MAX = 16 << 20
 PAYLOAD_BYTES_MAX = 4 << 30
 STAGING_BYTES = 64 << 10
@@ -59,10 +63,11 @@ class Frame:
     payload: list[memoryview]
     stamp: int = field(default=0, compare=False)
     """0 = none."""
+    flags: int = field(default=0, compare=False)
 
 
 def encode_frame(
-    request: int, message: Message, payload: Iterable[Buffer] = (), stamp: int = 0
+    request: int, message: Message, payload: Iterable[Buffer] = (), stamp: int = 0, flags: int = 0
 ) -> list[Buffer]:
     """The pieces to send, in order; payload buffers are passed through, not copied.
 
@@ -77,7 +82,7 @@ def encode_frame(
             f"frame of {len(body)} + {payload_bytes} bytes is over the wire's bound; split the batch"
         )
     sizes = payload_bytes | stamp << _STAMP_SHIFT
-    head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, len(body), request, sizes, 0)[:_SUMMED_BYTES]
+    head = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, flags, len(body), request, sizes, 0)[:_SUMMED_BYTES]
     return [head + _checksum(head, body) + body, *pieces]
 
 
@@ -168,7 +173,7 @@ class FrameReader:
         if have < PREFIX_BYTES:
             return False
         head = bytes(self._staging[self._begin : self._begin + _SUMMED_BYTES])
-        magic, version, _, body_bytes, request, sizes, checksum = _PREFIX.unpack_from(
+        magic, version, flags, body_bytes, request, sizes, checksum = _PREFIX.unpack_from(
             self._staging, self._begin
         )
         payload_bytes, stamp = sizes & _PAYLOAD_MASK, sizes >> _STAMP_SHIFT
@@ -184,7 +189,7 @@ class FrameReader:
         message = _decode(body)
         self._begin += PREFIX_BYTES + body_bytes
         place = self._place(request, message, payload_bytes)
-        self._start_payload(Frame(request, message, place, stamp), frames)
+        self._start_payload(Frame(request, message, place, stamp, flags), frames)
         return True
 
     def _place(self, request: int, message: Message, payload_bytes: int) -> list[memoryview]:

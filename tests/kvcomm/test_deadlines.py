@@ -62,7 +62,7 @@ def test_a_clock_that_was_changed_is_followed() -> None:
 
 EXCHANGES = st.lists(
     st.tuples(
-        st.floats(0.0, 30.0),  # rest before it
+        st.floats(0.05, 30.0),  # rest before it
         st.floats(0.0, 0.5),  # there
         st.floats(0.0, 0.05),  # and back
     ),

@@ -60,7 +60,7 @@ def test_what_was_last_seen_goes_along_only_where_it_matters() -> None:
         (b"set/n/k", {"B": 3}, None, False),
         (b"counter/n/k", {}, None, False),
         (b"register/n/k", {"B": 3}, None, False),
-        (b"counter/n/k", {"a": 2}, None, True),
+        (b"counter/n/k", {"B": 3, "a": 2}, None, True),
     ]
 
 
@@ -106,3 +106,27 @@ def test_a_field_that_is_no_text_is_corrupt_where_names_are_shown_as_text() -> N
     assert named_fields({"ä".encode(): b"1"}) == {"ä": b"1"}
     with pytest.raises(Corrupt, match="not text"):
         named_fields({b"\xff": b"1"})
+
+
+def test_what_was_seen_of_a_resolved_record_only_grows() -> None:
+    """An element read at one coordinator is still covered after a write by another that has not heard of it,
+    and after a read from a replica that lags."""
+    records = FakeRecords({b"set/n/k": RecordAnswer((), {"A": 5, "B": 2}, False)})
+    merge = merging(records)
+    run(merge.get(SET, "n", ["k"]))
+    records.answers[b"set/n/k"] = RecordAnswer((), {"B": 3}, True)
+    run(merge.get(SET, "n", ["k"]))
+    run(merge.change(SET, "n", [("k", FieldsDelta({}, [b"x"]))]))
+    assert dict(records.written[0].context) == {"A": 5, "B": 3}
+
+
+def test_of_too_many_replicas_only_the_newer_context_is_sent() -> None:
+    """No replica takes a context of more than 256."""
+    name, newer = b"set/n/k", {f"new{number}": 1 for number in range(200)}
+    records = FakeRecords({name: RecordAnswer((), {f"old{number}": 1 for number in range(100)}, False)})
+    merge = merging(records)
+    run(merge.get(SET, "n", ["k"]))
+    records.answers[name] = RecordAnswer((), newer, True)
+    run(merge.get(SET, "n", ["k"]))
+    run(merge.change(SET, "n", [("k", FieldsDelta())]))
+    assert dict(records.written[0].context) == newer

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcomm import serve
-from kvcomm.block import Incarnation
+from kvcomm.block import Buffer, Incarnation
 from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import Conflict, Refused
 from kvcomm.machine import Origin
@@ -23,7 +23,7 @@ from kvcomm.rpc import KEY_VECTOR, Connection, Identity, Peers, run_blocking
 from kvcomm.serve import ReplyFunction
 from kvcomm.steps import Ask
 from kvcomm.wire.deadlines import SLACK_S, stamp_of
-from kvcomm.wire.frames import Frame, encode_frame
+from kvcomm.wire.frames import KNOWS_STAMPS, Frame, encode_frame
 from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
     BlockGet,
@@ -502,17 +502,28 @@ def test_what_waited_a_while_and_is_still_waited_for_is_done(server: Served, ser
     assert answer.message == Done() and server.server.overdue_count == 0
 
 
+def say(dialogue: Dialogue, pieces: list[Buffer]) -> None:
+    dialogue.socket.sendall(b"".join(bytes(piece) for piece in pieces))
+
+
+def test_who_does_not_know_stamps_gets_none(server: Served) -> None:
+    """To an older client a stamp would be a part of the payload's size."""
+    with guest(server.address) as dialogue:
+        dialogue.say(1, RingGet())
+        assert dialogue.hear().stamp == 0
+
+
 def test_an_overdue_request_is_refused_as_not_done(service: KeyValues) -> None:
-    with served(service, clock=lambda: 1_000.0) as server, guest(server.address) as dialogue:
+    with served(service, clock=lambda: 1_000.0) as server, stranger(server.address) as dialogue:
+        say(dialogue, encode_frame(0, HELLO, flags=KNOWS_STAMPS))
+        assert dialogue.hear().stamp == stamp_of(1_000.0)
         for number, deadline in ((1, 999.0), (2, 1_001.0)):
-            pieces = encode_frame(number, RingGet(), (), stamp_of(deadline))
-            dialogue.socket.sendall(b"".join(bytes(piece) for piece in pieces))
+            say(dialogue, encode_frame(number, RingGet(), (), stamp_of(deadline)))
         first, second = dialogue.hear(), dialogue.hear()
         assert isinstance(first.message, Failure) and first.message.code == "unavailable"
         assert "nothing was done" in first.message.text
         assert second.message == Done() and second.stamp == stamp_of(1_000.0)
-        pieces = encode_frame(3, BlockPut(0, [Want(b"k", 1)]), [b"x"], stamp_of(999.0))
-        dialogue.socket.sendall(b"".join(bytes(piece) for piece in pieces))
+        say(dialogue, encode_frame(3, BlockPut(0, [Want(b"k", 1)]), [b"x"], stamp_of(999.0)))
         assert not isinstance(dialogue.hear().message, Failure), (
             "its room is given away: it may as well be kept"
         )

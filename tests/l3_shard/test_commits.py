@@ -84,6 +84,35 @@ def test_a_write_that_does_not_fit_does_not_fail_its_neighbours(tmp_path, monkey
     assert outcomes == [(1, "durable"), (2, "full"), (3, "durable")]
 
 
+def test_a_full_disk_is_told_once_when_it_fills_and_once_when_there_is_room(tmp_path, monkeypatch, caplog):
+    write, full = RecordStore.write, [True]
+
+    def perhaps(store: RecordStore, writes, replica: str, notes) -> None:
+        if full:
+            raise DiskFull("1 byte free")
+        write(store, writes, replica, notes)
+
+    monkeypatch.setattr(RecordStore, "write", perhaps)
+
+    async def main() -> None:
+        commits = Commits(RecordStore(tmp_path / "r", fsync="interval"), lambda event: None, pytest.fail)
+        for number in range(6):
+            if number == 3:
+                assert commits.disk_full
+                full.clear()
+            commits.perform(persist(number))
+            assert commits._commit is not None
+            await commits._commit
+        assert not commits.disk_full
+        await commits.close()
+
+    asyncio.run(main())
+    assert [record.message for record in caplog.records] == [
+        "writes are refused: 1 byte free",
+        "there is room again for writes",
+    ]
+
+
 def test_a_failed_disk_is_told_apart(tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise DiskFailed("EIO")

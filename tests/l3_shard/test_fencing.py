@@ -214,6 +214,7 @@ NOT_FENCED = {
     "BlockLookup": "blocks: l3_shard.server compares the epoch, and a copy in the wrong place is only room",
     "BlockGet": "as BlockLookup",
     "BlockPut": "as BlockLookup",
+    "BlockHoldings": "as BlockLookup",
     "Welcome": "an answer",
     "RingMap": "is itself what is compared",
 }

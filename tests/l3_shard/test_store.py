@@ -18,6 +18,7 @@ from kvcomm.errors import Corrupt, Refused, Unavailable
 from kvcomm.version import VersionVector
 from kvcomm.wire.messages import RecordState, Sibling
 from l3_shard import acceptor, dvv
+from l3_shard.envelope import decode_value, encode_value
 from l3_shard.merkle import LEAVES, leaf_of, state_digest
 from l3_shard.replica import successor
 from l3_shard.storage import Entry
@@ -27,8 +28,6 @@ from l3_shard.store import (
     DiskFailed,
     DiskFull,
     RecordStore,
-    decode_value,
-    encode_value,
 )
 
 R = "replica0.1"

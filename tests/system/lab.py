@@ -166,6 +166,12 @@ class WallClock:
         draft.write_text(f"{offset_s:+d}s\n")
         draft.replace(self._file)
 
+    def close(self) -> None:
+        """Processes that were killed leave the library's shared memory behind."""
+        for left in Path("/dev/shm").glob("*faketime_*_*"):
+            if not Path(f"/proc/{left.name.rpartition('_')[2]}").exists():
+                left.unlink(missing_ok=True)
+
     def variables(self) -> Mapping[str, str]:
         library = faketime_library()
         assert library is not None

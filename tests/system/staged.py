@@ -33,6 +33,8 @@ from l3_shard.storage import Persist, Persisted
 STAGE_VARIABLE = "KVCOMM_TEST_STAGE"
 RESTART_BACKOFF_S = 0.5
 """Of a node that keeps ending: most ends here are meant."""
+START_TIMEOUT_S = 60.0
+"""Machines that run tests are busy."""
 WALL_INTERVAL_S = 0.2
 """A shard looks at the wall clock once a minute: too seldom for a test."""
 
@@ -162,6 +164,7 @@ def _stage_up(stage: Stage) -> None:
 
     up._command = command
     supervisor.BACKOFF_MAX_S = RESTART_BACKOFF_S
+    supervisor.START_TIMEOUT_S = START_TIMEOUT_S
 
 
 def _stage_shard(stage: Stage, node: str) -> None:

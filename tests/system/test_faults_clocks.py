@@ -32,8 +32,10 @@ HASTE_MS = 5_000
 
 
 @pytest.fixture(scope="module")
-def clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
-    return WallClock(tmp_path_factory.mktemp("clock") / "clock")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WallClock]:
+    clock = WallClock(tmp_path_factory.mktemp("clock") / "clock")
+    yield clock
+    clock.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def test_fault_26_a_shard_starts_under_a_wrong_clock(lab: Lab, clock: WallClock)
     clock.set(SKEW_S)
     with traffic.running():
         lab.restarted(lab.kill(SKEWED, signal.SIGKILL))
-        traffic.goes_on(60)
+        traffic.goes_on(30)
         clock.set(0)
         traffic.goes_on()
     assert len(far_ahead(lab, traffic)) <= 1

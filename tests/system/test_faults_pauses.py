@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -141,9 +141,7 @@ def replication(lab: Lab, old: int) -> RecordReplicate:
     return RecordReplicate(old, [lab.stored_key("state", "slept", "k")], [state])
 
 
-def test_fault_22_short_pauses_change_no_ownership(
-    lab: Lab, record_property: Callable[[str, object], None]
-) -> None:
+def test_fault_22_short_pauses_change_no_ownership(lab: Lab) -> None:
     """As a collector of garbage makes them: one second, again and again, now here and now there."""
     before, pids = epoch(lab), {node.node: node.pid for node in lab.shards()}
     traffic = Traffic(lab, "fault-22")
@@ -154,8 +152,6 @@ def test_fault_22_short_pauses_change_no_ownership(
                 while time.monotonic() < begin + 1.0:
                     traffic.goes_on(2)
             traffic.goes_on()
-    record_property("eventual gap, s", round(traffic.eventual.gap.longest_s, 2))
-    record_property("strong gap, s", round(traffic.strong.gap.longest_s, 2))
     assert epoch(lab) == before
     assert {node.node: node.pid for node in lab.shards()} == pids
     traffic.judge()

@@ -14,7 +14,7 @@ from kvcomm.client import Client
 from kvcomm.errors import KVCommError, OutcomeUnknown
 from kvcomm.rpc import AsyncPeers, Identity
 from kvcomm.steps import Ask
-from kvcomm.wire.messages import Failure, Message, RecordGet
+from kvcomm.wire.messages import Failure, Message, RecordGet, RingGet, RingMap
 from tests.system.conftest import Cluster, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -73,6 +73,11 @@ def test_nothing_is_executed_late_after_a_pause(cluster: Cluster, kv: Client) ->
             assert seen(kv, key) == (b"late",)
 
 
+async def _epoch(peers: AsyncPeers, address: str) -> int:
+    answer = await peers.start([Ask(address, RingGet())], time.monotonic() + 5.0)[0].answer()
+    return answer.message.epoch if isinstance(answer.message, RingMap) else 0
+
+
 async def _ask_while_it_stands(cluster: Cluster, stopped: str, other: str) -> list[Message]:
     """Answers to gets under the epoch of then, sent to ``stopped`` while ``other`` makes a new one."""
     ring = cluster.instance.ring()
@@ -85,6 +90,10 @@ async def _ask_while_it_stands(cluster: Cluster, stopped: str, other: str) -> li
         asks = [Ask(address, RecordGet(ring.epoch, [b"state/late/k%d" % number])) for number in range(50)]
         requests = peers.start(asks, deadline)
         await asyncio.to_thread(cluster.restarted, cluster.kill(other, signal.SIGKILL))
+        for node in [each for each in cluster.instance.nodes() if each.role == "shard"]:
+            while node.node != stopped and await _epoch(peers, node.addresses[0]) <= ring.epoch:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)  # it has not been handed the new map yet
         cluster.kill(stopped, signal.SIGCONT)
         return [(await request.answer()).message for request in requests]
     finally:

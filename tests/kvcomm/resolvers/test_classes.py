@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvcomm.clock import Stamp
-from kvcomm.errors import Corrupt, Refused
+from kvcomm.errors import Corrupt, Refused, TooLarge
 from kvcomm.resolvers import Moment
-from kvcomm.resolvers.fields import FieldsDelta
+from kvcomm.resolvers.fields import FIELDS_MAX, FieldsDelta
 from kvcomm.resolvers.resolver import INTEGER_MAX
 from kvcomm.resolvers.table import COUNTER, MAP, MAXIMUM, MINIMUM, REGISTER, SET
 from kvcomm.version import Dot, VersionVector
@@ -152,3 +152,17 @@ def test_a_delta_that_contradicts_itself_is_refused() -> None:
         SET.encode_delta(FieldsDelta({b"x": b"1"}))
     with pytest.raises(Refused, match="no values"):
         SET.apply([], MAP.encode_delta(FieldsDelta({b"x": b"1"})), moment("A", 1))
+
+
+def test_a_record_has_a_bounded_number_of_fields_and_can_always_shrink() -> None:
+    many = [b"%d" % number for number in range(FIELDS_MAX)]
+    full = SET.apply([], SET.encode_delta(FieldsDelta(dict.fromkeys(many, b""))), moment("A", 1))
+    with pytest.raises(TooLarge, match="4097 entries"):
+        SET.apply([full], put(), moment("A", 2, {"A": 1}))
+    other = SET.apply([], put(field=b"other"), moment("B", 1))
+    shrunk = SET.apply([full, other], remove(b"7"), moment("A", 2, {"A": 1, "B": 1}))
+    assert len(SET.show([shrunk])) == FIELDS_MAX
+    with pytest.raises(TooLarge):
+        SET.apply([full, other], remove(b"x", b"y"), moment("A", 2, {"A": 1, "B": 1}, {"C": 9}))
+    with pytest.raises(ValueError, match="length"):
+        SET.encode_delta(FieldsDelta(dict.fromkeys([*many, b"x"], b"")))

@@ -77,7 +77,7 @@ def test_a_join_is_commutative_associative_and_idempotent(name: str) -> None:
     resolver, states = RESOLVERS[name], STATES[name]
 
     @given(seeds)
-    @settings(max_examples=2_500, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=2_500)
     def holds(seed: int) -> None:
         draw, join = Random(seed), resolver.join
         one, two, three = (states(draw) for _ in range(3))
@@ -108,7 +108,7 @@ def test_a_change_is_an_inflation_and_depends_on_nothing_else(name: str) -> None
     delta = resolver.encode_delta(DELTAS[name])
 
     @given(seeds)
-    @settings(max_examples=50, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=50)
     def holds(seed: int) -> None:
         draw = Random(seed)
         one, two = states(draw), states(draw)

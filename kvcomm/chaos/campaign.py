@@ -1,0 +1,126 @@
+"""``campaign``: many seeds, on all cores, told in the order of the seeds.
+
+Each seed is a world of its own, so they share nothing; what a process hands back is a :class:`Verdict`, small
+and plain.  The order of what is told does not depend on which process was quicker.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+
+from kvcomm.chaos.plan import Mode
+from kvcomm.chaos.simulation import simulate
+from kvcomm.chaos.swarm import draw_plan
+from kvcomm.chaos.watch import Violation
+
+SHOWN_MAX = 5
+"""Violations of one seed that are told."""
+BATCH_SEEDS = 4
+"""That one process is handed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one seed."""
+
+    seed: int
+    mode: Mode
+    violations: Sequence[Violation]
+    undecided_count: int
+    """Registers whose history was too hard to judge."""
+    operation_count: int
+    strong_count: int
+    """Of the operations: those on strong records."""
+    simulated_s: float
+    cpu_s: float
+    world: str
+    """As JSON; empty where nothing was broken."""
+
+    def report(self) -> str:
+        """For a person: what was broken, and how to see it again."""
+        lines = [f"seed {self.seed}: {len(self.violations)} violations"]
+        lines += [f"  {violation.promise}: {violation.text}" for violation in self.violations[:SHOWN_MAX]]
+        lines += [
+            f"  world: {self.world}",
+            f"  again: kvcomm chaos sim --mode {self.mode} --seed {self.seed} --trace",
+        ]
+        return "".join(f"{line}\n" for line in lines)
+
+
+@dataclass(slots=True)
+class Summary:
+    """What came of all of them."""
+
+    seed_count: int = 0
+    operation_count: int = 0
+    strong_count: int = 0
+    simulated_s: float = 0.0
+    cpu_s: float = 0.0
+    undecided_count: int = 0
+    failed: list[int] = field(default_factory=list)
+
+    def add(self, verdict: Verdict) -> None:
+        self.seed_count += 1
+        self.operation_count += verdict.operation_count
+        self.strong_count += verdict.strong_count
+        self.simulated_s += verdict.simulated_s
+        self.cpu_s += verdict.cpu_s
+        self.undecided_count += verdict.undecided_count
+        if verdict.violations:
+            self.failed.append(verdict.seed)
+
+    def text(self) -> str:
+        """One line.  ``n`` clean seeds bound the rate of failures a seed by 3/n with 95 % confidence."""
+        undecided = f", {self.undecided_count} registers undecided" if self.undecided_count else ""
+        return (
+            f"{self.seed_count} seeds, {self.operation_count} operations ({self.strong_count} strong), "
+            f"{self.simulated_s / 3600:.2f} simulated hours in {self.cpu_s / 3600:.3f} CPU hours "
+            f"({self.simulated_s / max(self.cpu_s, 1e-9):.0f} to 1){undecided}: "
+            f"{len(self.failed)} broke a promise {self.failed or ''}".rstrip()
+        )
+
+
+def run_campaign(
+    seeds: Sequence[int], mode: Mode, jobs: int, heard: Callable[[Verdict], None] = lambda verdict: None
+) -> Summary:
+    """Try all of ``seeds``; ``heard`` is told of each, in their order."""
+    summary = Summary()
+    for verdict in verdicts(seeds, mode, jobs):
+        summary.add(verdict)
+        heard(verdict)
+    return summary
+
+
+def verdicts(seeds: Sequence[int], mode: Mode, jobs: int) -> Iterator[Verdict]:
+    """In the order of ``seeds``, by ``jobs`` processes."""
+    if jobs == 1 or len(seeds) == 1:
+        yield from map(partial(try_seed, mode), seeds)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(partial(try_seed, mode), seeds, chunksize=BATCH_SEEDS)
+
+
+def try_seed(mode: Mode, seed: int) -> Verdict:
+    """The verdict on one seed."""
+    from kvcomm.chaos.registers import KINDS
+
+    begin = time.process_time()
+    result = simulate(draw_plan(seed, mode))
+    operations = result.history.operations()
+    return Verdict(
+        seed,
+        mode,
+        result.violations[: SHOWN_MAX + 1],
+        len(result.undecided),
+        len(operations),
+        sum(operation.invoked.kind in KINDS for operation in operations),
+        result.simulated_s,
+        time.process_time() - begin,
+        json.dumps(result.plan.describe(), sort_keys=True) if result.violations else "",
+    )
