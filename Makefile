@@ -65,6 +65,7 @@ bench: $(TEST_INSTALLED)
 
 sim: $(TEST_INSTALLED)
 	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE)
+	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --workload merging
 
 sim-planted: $(TEST_INSTALLED)
 	$(BIN)/python -m tests.sim.planted

@@ -54,6 +54,7 @@ import msgspec
 from kvcomm.clock import Stamp
 from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from kvcomm.wire.messages import StrongState
+from l3_shard.acceptor import EMPTY
 from l3_shard.envelope import HEAD_BYTES, decode_value, encode_body, encode_value
 from l3_shard.merkle import encoded_digest, leaf_of
 from l3_shard.replica import first_replica, later
@@ -201,8 +202,8 @@ class RecordStore:
         replica: str,
         notes: Sequence[tuple[bytes, bytes | None]] = (),
     ) -> None:
-        """Write records, notes and the replica id, all or nothing, durable as the policy says.  A state with
-        an empty context, and a note that is ``None``, is removed.
+        """Write records, notes and the replica id, all or nothing, durable as the policy says.  An empty
+        state, and a note that is ``None``, is removed.
 
         Raises:
             DiskFull: no room; nothing was written.
@@ -534,6 +535,8 @@ class _Row(NamedTuple):
 
 def _row(key: bytes, state: State) -> _Row:
     if isinstance(state, StrongState):
+        if state == EMPTY:
+            return _Row(key, None, _index_key(key), None)
         return _Row(key, encode_value(key, state), _index_key(key), None)
     if not state.context:
         return _Row(key, None, _index_key(key), None)

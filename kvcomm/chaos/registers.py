@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 READS = ("read", "final", "here")
 """``final``: when all is healed; ``here``: then, from the shard that was asked."""
 KINDS = (*READS, "set", "cas", "change", "clear")
+FINAL_TRIES = 2
+"""Whoever coordinated before the faults ended may be passed over by the first."""
 UNDECIDED = "undecided"
 """Not a broken promise: the judge gave up."""
 
@@ -64,7 +66,7 @@ class StrongWorkload:
         return self._change(client, at, kind, key)
 
     def last(self, client: ClientProcess, at: float) -> Sequence[Act]:
-        return (self._read(client, at, "final", self._keys),)
+        return [self._read(client, at, "final", self._keys) for _ in range(FINAL_TRIES)]
 
     def after_power_cut(self, client: ClientProcess, at: float) -> Sequence[Act]:
         """Every register by the usual way, and some of them from each of their owners."""
@@ -73,7 +75,7 @@ class StrongWorkload:
         ring, clients = Ring.from_map(client.cluster.map), client.cluster.client_names()
         mine = self._keys[clients.index(client.host.name) :: len(clients)]
         here = [self._here(client, at, node, key) for key in mine for node in ring.replicas(key.encode())]
-        return self._read(client, at, "final", self._keys), *here
+        return *self.last(client, at), *here
 
     def check(self, history: History, ending: Ending) -> list[Violation]:
         return check_strong(self._plan, history)
@@ -214,18 +216,25 @@ def _judge(plan: Plan, operations: Sequence[Operation]) -> Iterator[Violation]:
     refused: set[str] = set()
     for operation in operations:
         yield from _deadline(plan, operation)
-        if operation.outcome != "ok" and operation.invoked.kind == "final":
-            error = "" if operation.returned is None else operation.returned.error
-            yield Violation("back", f"{operation.invoked.client} cannot read: {error}")
         for key, access in _accesses(operation):
             accesses.setdefault(key, []).append(access)
         refused |= _refused(operation)
+    yield from _back(operations)
     yield from _versions(operations)
     for key, those in sorted(accesses.items()):
         lies = sorted(refused & {access.saw for access in those if access.saw is not None})
         if lies:
             yield Violation("refused", f"{key} held {lies}, of which their writers were told: not done")
         yield from _linearizable(key, those)
+
+
+def _back(operations: Sequence[Operation]) -> Iterator[Violation]:
+    """The last try of each client counts."""
+    finals = {each.invoked.client: each for each in operations if each.invoked.kind == "final"}
+    for client, final in finals.items():
+        if final.outcome != "ok":
+            error = "" if final.returned is None else final.returned.error
+            yield Violation("back", f"{client} cannot read: {error}")
 
 
 def _linearizable(key: str, accesses: Sequence[Access]) -> Iterator[Violation]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FOUNDED_WITHIN_S = 30.0
 RESTARTED_WITHIN_S = 4.0
-LOOKED_WITHIN_S = 20.0
+LOOKED_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
     world.run(plan.active_s + plan.quiet_s)
     quiet = ending(cluster, nemesis)
     work.finish()
-    world.run(world.now + plan.operation_timeout_s + 1.0)
+    _until_looked(cluster, work)
     for name in cluster.names:
         shard = cluster.shard(name)
         if shard is not None:
@@ -112,9 +112,17 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
         cluster.power_cut()
         world.run(world.now + RESTARTED_WITHIN_S)
         work.look_again()
-        world.run(world.now + LOOKED_WITHIN_S)
+        _until_looked(cluster, work)
     violations = cluster.violations + work.workload.check(cluster.history, last)
     return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
+
+
+def _until_looked(cluster: Cluster, work: Work) -> None:
+    """And one second, for what is still on its way."""
+    until = cluster.world.now + LOOKED_WITHIN_S
+    while work.looking and cluster.world.now < until:
+        cluster.world.run(cluster.world.now + 0.1)
+    cluster.world.run(cluster.world.now + 1.0)
 
 
 def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:

@@ -5,6 +5,7 @@ A workload is a class behind this port; the cluster, the faults and the history 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -141,6 +142,8 @@ class Work:
 
     def __init__(self, cluster: Cluster, workload: Workload) -> None:
         self._cluster, self.workload = cluster, workload
+        self._acts: deque[tuple[ClientProcess, Act]] = deque()
+        """That are looked at in the end."""
 
     def begin(self) -> None:
         for client in self._cluster.clients:
@@ -148,22 +151,34 @@ class Work:
 
     def finish(self) -> None:
         """Let every client do its last operations."""
-        at = round(self._cluster.world.now, 6)
-        for client in self._cluster.clients:
-            self._look(client, list(self.workload.last(client, at)))
+        self._look(self.workload.last)
 
     def look_again(self) -> None:
         """Let every client see what is left after the power cut."""
-        at = round(self._cluster.world.now, 6)
-        for client in self._cluster.clients:
-            self._look(client, list(self.workload.after_power_cut(client, at)))
+        self._look(self.workload.after_power_cut)
 
-    def _look(self, client: ClientProcess, acts: list[Act]) -> None:
-        """One after the other."""
-        if acts:
-            at = round(self._cluster.world.now, 6)
-            act = replace(acts[0], invoked=msgspec.structs.replace(acts[0].invoked, at=at))
-            self.run(client, act, lambda done: self._look(client, acts[1:]))
+    @property
+    def looking(self) -> bool:
+        """Whether some of that is still to be done."""
+        return bool(self._acts)
+
+    def _look(self, acts: Callable[[ClientProcess, float], Sequence[Act]]) -> None:
+        """One after the other: with nobody in the way, and nothing broken, all must be well."""
+        at = round(self._cluster.world.now, 6)
+        self._acts += [(client, act) for client in self._cluster.clients for act in acts(client, at)]
+        self._look_on()
+
+    def _look_on(self) -> None:
+        if not self._acts:
+            return
+        client, act = self._acts[0]
+        at = round(self._cluster.world.now, 6)
+
+        def then(done: bool) -> None:
+            self._acts.popleft()
+            self._look_on()
+
+        self.run(client, replace(act, invoked=msgspec.structs.replace(act.invoked, at=at)), then)
 
     def run(self, client: ClientProcess, act: Act, then: Callable[[bool], None]) -> None:
         """Run one operation and write down what came of it; ``then`` hears whether it was done."""
