@@ -67,6 +67,7 @@ bench: $(TEST_INSTALLED)
 
 sim: $(TEST_INSTALLED)
 	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --jobs $(JOBS)
+	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --jobs $(JOBS) --workload merging
 
 sim-planted: $(TEST_INSTALLED)
 	$(BIN)/python -m tests.sim.planted

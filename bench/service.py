@@ -36,7 +36,8 @@ cache:
   l3_size: {shard_bytes}
 cluster:
   shards: 3
-  pools: 1
+  pools: {pools}
+  block_copies: {block_copies}
 storage:
   fsync: {fsync}
 """
@@ -56,7 +57,12 @@ class Service:
 
 @contextmanager
 def service(
-    *, pool_bytes: int = 2 << 30, shard_bytes: int = 512 << 20, fsync: str = "always"
+    *,
+    pool_bytes: int = 2 << 30,
+    shard_bytes: int = 512 << 20,
+    pools: int = 1,
+    block_copies: int = 1,
+    fsync: str = "always",
 ) -> Iterator[Service]:
     """Start it, and stop it whatever happens.  Raises ``Unavailable`` if it does not come up."""
     from kvcomm.connect import connect
@@ -64,7 +70,8 @@ def service(
 
     with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
         config = Path(directory) / "kvcomm.yaml"
-        config.write_text(_CONFIG.format(pool_bytes=pool_bytes, shard_bytes=shard_bytes, fsync=fsync))
+        sizes = {"pool_bytes": pool_bytes, "shard_bytes": shard_bytes}
+        config.write_text(_CONFIG.format(**sizes, pools=pools, block_copies=block_copies, fsync=fsync))
         name = f"bench-{secrets.token_hex(4)}"
         embedded = Embedded.start(name, config, time.monotonic() + START_DEADLINE_S)
         try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvcomm.deadline import DEADLINE_S
 from kvcomm.mergeplane import Merged
-from kvcomm.merging import named_fields
 from kvcomm.operations import Operations
 from kvcomm.resolvers import Resolver
 from kvcomm.resolvers.counter import Entries
@@ -96,12 +95,8 @@ class AsyncElementSet(_Resolved[Fields, FieldsDelta, frozenset[bytes]]):
 
 
 @dataclass(frozen=True, slots=True)
-class AsyncFieldMap(_Resolved[Fields, FieldsDelta, dict[bytes, bytes]]):
+class AsyncFieldMap(_Resolved[Fields, FieldsDelta, dict[str, bytes]]):
     """See ``kvcomm.merging.FieldMap``."""
-
-    async def get_fields(self, key: str, *, deadline_s: float = DEADLINE_S) -> dict[str, bytes]:
-        """See ``FieldMap.get_fields``."""
-        return named_fields((await self.get(key, deadline_s=deadline_s)).value)
 
     async def put(self, key: str, field: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> None:
         """See ``FieldMap.put``."""

@@ -17,7 +17,7 @@ from kvcomm.strongplane import Never, StrongConflict, StrongPlane
 POLL_S = 0.5
 """Who waits for a lease looks at least so often whether it was released or renewed."""
 ATTEMPTS = 2
-"""The first attempt of a renewal may find out that an earlier one took effect."""
+"""The first attempt of a renewal or release may find out that an earlier renewal took effect."""
 
 
 class LeasePlane:
@@ -84,9 +84,10 @@ class LeasePlane:
         Raises:
             Unavailable, OutcomeUnknown: others may have to wait until its time has run out.
         """
-        claim = tenure.release(self.clock())
-        if claim is not None:
-            yield from self._send(_record(name), tenure, claim)
+        for _ in range(ATTEMPTS):
+            claim = tenure.release(self.clock())
+            if claim is None or (yield from self._send(_record(name), tenure, claim)):
+                return
 
     def look(self, name: str) -> Steps[Grant]:
         """What the record says: who holds it or held it last."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvcomm.deadline import DEADLINE_S
-from kvcomm.errors import Corrupt
 from kvcomm.mergeplane import Merged
 from kvcomm.operations import Operations
 from kvcomm.resolvers import Resolver
@@ -107,7 +106,7 @@ class ElementSet(_Resolved[Fields, FieldsDelta, frozenset[bytes]]):
 
 
 @dataclass(frozen=True, slots=True)
-class FieldMap(_Resolved[Fields, FieldsDelta, dict[bytes, bytes]]):
+class FieldMap(_Resolved[Fields, FieldsDelta, dict[str, bytes]]):
     """Maps whose fields are written by themselves: concurrent puts of different fields both live.  Of
     concurrent puts of one field the latest stamp is shown and **the others are lost**; a put beats a remove
     that had not seen it.  Absent: empty.
@@ -115,11 +114,6 @@ class FieldMap(_Resolved[Fields, FieldsDelta, dict[bytes, bytes]]):
     A map is one record, rewritten by every change: at most ``FIELDS_MAX`` fields and ``VALUE_BYTES_MAX``
     bytes, ``TooLarge`` beyond.
     """
-
-    def get_fields(self, key: str, *, deadline_s: float = DEADLINE_S) -> dict[str, bytes]:
-        """The fields and their values.  Raises ``Corrupt`` for a field whose name is not text; ``get`` shows
-        it."""
-        return named_fields(self.get(key, deadline_s=deadline_s).value)
 
     def put(self, key: str, field: str, value: bytes, *, deadline_s: float = DEADLINE_S) -> None:
         """Put one field; the others stay."""
@@ -170,11 +164,3 @@ class Register(_Resolved[Held, bytes, bytes | None]):
     def put_many(self, items: Mapping[str, bytes], *, deadline_s: float = DEADLINE_S) -> None:
         """Many keys in one round trip a shard; each by itself, not a transaction."""
         self._change(items, deadline_s)
-
-
-def named_fields(fields: Mapping[bytes, bytes]) -> dict[str, bytes]:
-    """Raises ``Corrupt`` for a name that is not UTF-8."""
-    try:
-        return {field.decode(): value for field, value in fields.items()}
-    except UnicodeDecodeError as error:
-        raise Corrupt(f"the name of a field is not text: {error}") from error

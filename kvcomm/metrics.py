@@ -320,6 +320,28 @@ DEFINITIONS: tuple[Definition, ...] = (
         "`outcome_unknown` = a change may have been made.",
         {"outcome": ("unavailable", "outcome_unknown")},
     ),
+    Definition(
+        "kvcomm_strong_pending_maps", "gauge", _SHARD,
+        "Ring maps whose owners are taking strong records over: majorities by all of them and by the settled "
+        "one are needed until then. Above 0 for long: too many of the old owners are away.",
+    ),
+    Definition(
+        "kvcomm_strong_confirmed_records_total", "counter", _SHARD,
+        "Records that were confirmed for new owners.",
+    ),
+    Definition(
+        "kvcomm_strong_damaged_records_total", "counter", _SHARD,
+        "Records whose stored bytes failed verification: this shard does not vote on them until the others "
+        "have told what they have.",
+    ),
+    Definition(
+        "kvcomm_strong_healed_records_total", "counter", _SHARD,
+        "Of the damaged ones, filled again by the others.",
+    ),
+    Definition(
+        "kvcomm_strong_removed_records_total", "counter", _SHARD,
+        "Remains of deleted records that were taken away, all owners having had them.",
+    ),
     # a node's block store
     Definition(
         "kvcomm_store_capacity_bytes", "gauge", _NODES, "Size of the region's slots.",
@@ -420,6 +442,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_replication_acks_total", "counter", _SHARD,
         "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
         {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_stood_still_total", "counter", _SHARD,
+        "Times that this process stood still for a second or longer (stopped, paused machine, blocked loop).",
     ),
     Definition(
         "kvcomm_rejected_writes_total", "counter", _SHARD,

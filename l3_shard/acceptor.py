@@ -13,9 +13,10 @@ A state is the highest ballot promised, and the register accepted last with its 
 The caller must have the new state on the disk before it lets anybody hear of the vote: a promise that a crash
 takes back lets two proposers both succeed from one register.
 
-A delete accepts a register without a value, a tombstone.  The state of a deleted record is *kept*: to drop it
-on a majority while one acceptor still holds an older value would bring that value back (section 3.1).  The
-paper's background removal is not done here.
+A delete accepts a register without a value, a tombstone.  To drop it on a majority while one acceptor still
+holds an older value would bring that value back (section 3.1): see ``l3_shard.removing`` for when it may go.
+What stands for all that went is the acceptor's *floor*, a ballot: for a record that it does not have it has
+promised the floor.
 """
 
 from __future__ import annotations
@@ -24,15 +25,25 @@ from itertools import pairwise
 
 from kvcomm.errors import Corrupt
 from kvcomm.wire.messages import FENCE_MAX, StrongRegister, StrongState
-from l3_shard.ballot import NO_BALLOT, Ballot
+from l3_shard.ballot import NO_BALLOT, counter_of, round_of
 
 VERSIONS_MAX = 8
-"""Versions that a register remembers: a proposer that lost an answer finds out whether its change took effect
-as long as not more than so many others came after it."""
+"""Versions that a register remembers, one a round: a proposer that lost an answer finds out whether its
+changes took effect as long as not more than so many other rounds came after it."""
 
 NOTHING = StrongRegister([], None)
 EMPTY = StrongState(NO_BALLOT, NO_BALLOT, NOTHING, True)
 """A record that this acceptor has not heard of."""
+
+
+def floored(state: StrongState, floor: bytes) -> StrongState:
+    """What an acceptor with this floor goes by."""
+    return StrongState(floor, NO_BALLOT, NOTHING, True) if state == EMPTY and floor else state
+
+
+def is_tombstone(state: StrongState) -> bool:
+    """Whether the record was deleted, and the acceptor still remembers."""
+    return state.accepted != NO_BALLOT and state.register.value is None
 
 
 def prepare(state: StrongState, ballot: bytes) -> StrongState | None:
@@ -68,7 +79,8 @@ def learn(state: StrongState, other: StrongState) -> StrongState:
 
 
 def changed(register: StrongRegister, version: bytes, value: bytes | None, fence: int = 0) -> StrongRegister:
-    """The register after the change that is called ``version``, made under the lease epoch ``fence``."""
+    """The register after the round whose last change is called ``version``, made under the lease epoch
+    ``fence``."""
     versions = [*register.versions, version][-VERSIONS_MAX:]
     return StrongRegister(versions, value, max(register.fence, fence))
 
@@ -80,11 +92,13 @@ def checked(state: StrongState) -> StrongState:
         Corrupt: no sequence of votes leads to it.
     """
     versions = state.register.versions
-    for code in (state.promised, state.accepted, *versions):
+    for code in (state.promised, state.accepted):
         if code != NO_BALLOT:
-            Ballot.from_code(code)
-    ordered = all(older < newer for older, newer in pairwise(versions))
-    if not ordered or len(versions) > VERSIONS_MAX or state.register.version > state.accepted:
+            counter_of(code)
+    rounds = [round_of(version) for version in versions]
+    ordered = all(older < newer for older, newer in pairwise(rounds))
+    newest = rounds[-1] if rounds else NO_BALLOT
+    if not ordered or len(versions) > VERSIONS_MAX or newest > state.accepted or NO_BALLOT in rounds:
         raise Corrupt("not an acceptor's state: its versions are out of order or above what was accepted")
     if not 0 <= state.register.fence <= FENCE_MAX or (state.register.fence and not versions):
         raise Corrupt("not an acceptor's state: no change was made under such a fence")

@@ -11,6 +11,10 @@ On the wire and on the disk a ballot is its *code*, bytes that order as ballots 
 
 so acceptors compare codes and need not take them apart.  The empty code stands for "none yet" and is below
 all others.
+
+**Versions.**  A round may make several changes, one after the other.  The version that the nth of them gives
+the record is the ballot's code, and for n > 0 a byte n behind it: above the ballot, below every other one
+that is above the ballot, and used once, like the ballot.
 """
 
 from __future__ import annotations
@@ -23,7 +27,11 @@ NO_BALLOT = b""
 """The code of "none yet"."""
 COUNTER_MAX = 2**63 - 1
 NODE_BYTES_MAX = 255
+STEPS_MAX = 64
+"""Changes of one round."""
 _U64_BYTES = 8
+_REST_BYTES = 1 + _U64_BYTES
+"""Of a code, behind the node's name."""
 
 
 class BallotError(ValueError):
@@ -63,14 +71,53 @@ class Ballot:
         Raises:
             Corrupt: no ballot has this code.
         """
-        name, zero, incarnation = code[_U64_BYTES:].partition(b"\0")
-        try:
-            if not zero or len(incarnation) != _U64_BYTES:
-                raise BallotError("its parts are missing")
-            counter = int.from_bytes(code[:_U64_BYTES], "big")
-            return cls(counter, name.decode(), int.from_bytes(incarnation, "big"))
-        except ValueError as error:
-            raise Corrupt(f"not a ballot: {code!r}: {error}") from error
+        counter = counter_of(code)
+        node, incarnation = code[_U64_BYTES:-_REST_BYTES], code[-_U64_BYTES:]
+        return cls(counter, node.decode(), int.from_bytes(incarnation, "big"))
+
+
+def counter_of(code: bytes) -> int:
+    """The counter of a ballot.
+
+    Raises:
+        Corrupt: no ballot has this code.
+    """
+    name, counter = code[_U64_BYTES:-_REST_BYTES], int.from_bytes(code[:_U64_BYTES], "big")
+    shaped = 0 < len(name) <= NODE_BYTES_MAX and not code[-_REST_BYTES] and b"\0" not in name
+    if not shaped or not 1 <= counter <= COUNTER_MAX or not _is_text(name):
+        raise Corrupt(f"not a ballot: {code!r}")
+    return counter
+
+
+def version_of(code: bytes, step: int) -> bytes:
+    """What the change number ``step`` of the round ``code`` makes of a record."""
+    assert 0 <= step < STEPS_MAX
+    return code + bytes((step,)) if step else code
+
+
+def round_of(version: bytes) -> bytes:
+    """The ballot of the round that made this version, ``NO_BALLOT`` of none.
+
+    Raises:
+        Corrupt: no round makes it.
+    """
+    if version == NO_BALLOT:
+        return NO_BALLOT
+    name, zero, incarnation = version[_U64_BYTES:].partition(b"\0")
+    del name
+    code, step = (version, 0) if len(incarnation) == _U64_BYTES else (version[:-1], version[-1])
+    if not zero or len(incarnation) - (step > 0) != _U64_BYTES or step >= STEPS_MAX:
+        raise Corrupt(f"not a version: {version!r}")
+    counter_of(code)
+    return code
+
+
+def _is_text(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Ballots:
@@ -88,4 +135,4 @@ class Ballots:
     def seen(self, code: bytes) -> None:
         """Somebody is at this ballot.  Raises ``Corrupt`` when it is none."""
         if code != NO_BALLOT:
-            self._counter = max(self._counter, Ballot.from_code(code).counter)
+            self._counter = max(self._counter, counter_of(code))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
 
 from kvcomm.machine import Effect, Event
 from kvcomm.metrics import Histogram
@@ -34,10 +33,9 @@ from l3_shard.storage import (
     Swept,
 )
 from l3_shard.store import DiskFailed, DiskFull, RecordStore
+from l3_shard.worker import Worker
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Commits:
@@ -61,9 +59,11 @@ class Commits:
         self._clock = clock
         self._store, self._deliver, self._failed = store, deliver, failed
         self._loop = asyncio.get_running_loop()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcomm-commit")
+        self._worker = Worker("kvcomm-commit")
         self._waiting: list[Persist[Any]] = []
-        self._commit: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        """Nothing waits, and no commit is under way."""
+        self._idle.set()
         self._unsynced = False
         self.disk_full = False
         """Whether the last write was refused for lack of room.  Reads go on, and so do writes once there is
@@ -84,8 +84,9 @@ class Commits:
                 self._loop.call_soon(lambda: self._deliver(self._audit(effect)))
             case Persist():
                 self._waiting.append(effect)
-                if self._commit is None:
-                    self._commit = self._loop.create_task(self._commit_all())
+                if self._idle.is_set():  # in a turn of its own, so that all of this turn's are together
+                    self._idle.clear()
+                    self._loop.call_soon(self._commit)
             case _:
                 raise TypeError(f"a shard's storage cannot perform {type(effect).__name__}")
 
@@ -96,10 +97,16 @@ class Commits:
             if self._unsynced:
                 self._unsynced = False
                 try:
-                    await self._timed(self._loop.run_in_executor(self._worker, self._store.sync))
+                    begin = self._clock()
+                    await self._worker.run(self._store.sync)
+                    self.fsync_seconds.observe(self._clock() - begin)
                 except DiskFailed as error:
                     self._failed(error.message)
                     return
+
+    async def idle(self) -> None:
+        """Wait until everything that was ordered is through."""
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Finish what was ordered, sync, and close the store.
@@ -107,37 +114,43 @@ class Commits:
         Raises:
             DiskFailed: the last sync failed.
         """
-        if self._commit is not None:
-            await self._commit
+        await self.idle()
         try:
-            await self._loop.run_in_executor(self._worker, self._store.close)
+            await self._worker.run(self._store.close)
         finally:
-            self._worker.shutdown()
+            self._worker.close()
 
-    async def _commit_all(self) -> None:
-        """Runs from the turn after the first ``Persist``, so that the whole turn's are together."""
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                for outcome in await self._commit_batch(batch):
-                    self._deliver(outcome)
-        except Exception as error:
-            self._failed(f"broken invariant in a commit: {error!r}")
-            raise
-        finally:
-            self._commit = None
-
-    async def _commit_batch(self, batch: list[Persist[Any]]) -> list[Persisted]:
+    def _commit(self) -> None:
+        """Begin a transaction of everything that waits."""
+        batch, self._waiting = self._waiting, []
         if self._store.fsync == "always":
-            return await self._timed(self._loop.run_in_executor(self._worker, self._write, batch))
-        self._unsynced = True
-        return self._write(batch)
+            self._worker.start(partial(self._write, batch), partial(self._synced, self._clock()))
+        else:
+            self._unsynced = True
+            self._tell(self._write(batch))
 
-    async def _timed(self, sync: Awaitable[T]) -> T:
-        begin = self._clock()
-        done = await sync
+    def _synced(self, begin: float, outcomes: list[Persisted] | None, error: Exception | None) -> None:
         self.fsync_seconds.observe(self._clock() - begin)
-        return done
+        if outcomes is None:
+            self._idle.set()
+            self._failed(f"broken invariant in a commit: {error!r}")
+        else:
+            self._tell(outcomes)
+
+    def _tell(self, outcomes: list[Persisted]) -> None:
+        try:
+            for outcome in outcomes:
+                self._deliver(outcome)
+        except Exception as error:
+            self._idle.set()
+            self._failed(f"broken invariant after a commit: {error!r}")
+            raise
+        if not self._waiting:
+            self._idle.set()
+        elif self._store.fsync == "always":
+            self._commit()
+        else:  # in a turn of its own, for what it is answered with may order the next write at once
+            self._loop.call_soon(self._commit)
 
     def _write(self, batch: list[Persist[Any]]) -> list[Persisted]:
         """One transaction; when there is no room for all, what there is room for."""

@@ -47,6 +47,8 @@ READ_BYTES_MAX = 128 << 20
 """Of copies that are being read: what is over is a miss."""
 WAITING_MAX = 65_536
 """Keys that wait to be written; the oldest is dropped for one more."""
+FLUSH_S = 1.0
+"""At the end, for what waits to be written."""
 CLOSE_TIMEOUT_S = 5.0
 
 _HOLDER = -1
@@ -194,8 +196,13 @@ class BlockDisk:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Finish the write under way and let go of the directory; what waits is not written.  Idempotent."""
-        self._waiting.clear()
+        """Write what waits, for a moment, finish the write under way and let go of the directory.
+        Idempotent."""
+        if self._health.writes(self._clock()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._idle.wait()
+        self._drop_waiting()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._write is not None:

@@ -9,6 +9,8 @@ drawn when the database is made, and to the *membership* stored in it::
         └──────────(else, or the membership names another     ┘   (``quorum.informed``)
                     member: the database is new or a copy)
 
+A membership whose own bytes are damaged is no membership, and its shard a stranger.
+
 A stranger or candidate enters in two passes over the other shards:
 
 1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  One more than the highest
@@ -17,13 +19,23 @@ A stranger or candidate enters in two passes over the other shards:
    lists its states of the records that we own, page by page.  From then on it tells every proposer about our
    entry, and votes from before do not count any more (``l3_shard.quorum``).
 
-States of others are merged (``acceptor.learn``), and when the passes have reached enough shards for each
-group of owners that we belong to, the membership is written and we vote.  Candidates count as having told
-that they have nothing; strangers do not count.  Where too many disks are gone nobody can enter, and the
-records are ``Unavailable`` until an operator decides: losing them silently is the worse choice.
+States of others are merged (``acceptor.learn``), their configurations and floors too, and when the passes
+have reached enough shards the membership is written and we vote.  Candidates count as having told that they
+have nothing; strangers do not count.  Where too many disks are gone nobody can enter, and the records are
+``Unavailable`` until an operator decides: losing them silently is the worse choice.
 
-The *settled* map, whose owners every quorum includes, is the first map of the cluster.  It is learned from
-those who vote already, and never changes yet: that takes a rescan of all records, which does not exist.
+A database that has a past as somebody else's, or as ours before its membership was damaged, may be older than
+what the others know.  Its states are merged with theirs; what none of them lists was never decided, or was
+deleted and removed since, and is forgotten before we vote.
+
+**Enough** is, by the settled map, a majority of the *others* in every group that we belong to
+(``quorum.informed``), and a majority of every other group: so that whoever loses its disk later hears that it
+was there before.  By a pending map it is a majority of the others too, but only for one that was there
+before: what a pending map's owners have is a settled map's majority's as well, as long as nobody counts on
+them alone, and of several that are new at once somebody has to be the first.
+
+The configuration begins as the first map of the cluster, and is moved on by ``l3_shard.settling``; this
+module keeps it, in the membership.
 
 **Limit.**  A cluster that is set up anew over old directories begins at the first epoch again.  If one of the
 directories is missing, its shard enters by asking the others and nothing is lost; if more are missing than a
@@ -35,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -50,11 +63,12 @@ from kvcomm.wire.messages import (
     StrongState,
 )
 from l3_shard import acceptor
-from l3_shard.ballot import NO_BALLOT
+from l3_shard.ballot import NO_BALLOT, counter_of
+from l3_shard.configuration import Configuration, encode, from_maps
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
-from l3_shard.quorum import informed
-from l3_shard.ring import Ring, RingError
+from l3_shard.quorum import informed, majority
+from l3_shard.ring import Ring
 from l3_shard.storage import Scan, Scanned
 
 MEMBERSHIP_KEY = b"\0membership"
@@ -76,6 +90,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     entries: dict[str, int]
     """Of others."""
     settled: RingMap | None
+    pending: list[RingMap] = []
+    floor: bytes = NO_BALLOT
+    """See ``l3_shard.removing``."""
+    confirmed: list[int] = []
+    """Epochs of the configuration under which our records are being confirmed, see ``l3_shard.settling``."""
+    cursor: bytes | None = b""
+    """They are, up to here; ``None`` = all."""
+    fresh: bool = False
+    """It has never voted, nor has anybody before it under its name."""
 
 
 _member_decoder = msgspec.msgpack.Decoder(Member)
@@ -117,6 +140,22 @@ class _Learn:
 
 
 @dataclass(eq=False, slots=True)
+class _Forget:
+    """A ``Change``: there is no such record."""
+
+    done: Callable[[KVCommError | None], None]
+
+    def apply(self, state: StrongState) -> StrongState:
+        return acceptor.EMPTY
+
+    def durable(self, state: StrongState) -> None:
+        self.done(None)
+
+    def failed(self, error: KVCommError) -> None:
+        self.done(error)
+
+
+@dataclass(eq=False, slots=True)
 class _Peer:
     """Another shard, as far as it has told."""
 
@@ -126,7 +165,7 @@ class _Peer:
     """All it has, in the second."""
     entry: int = 0
     """Its own; 0 = it does not vote."""
-    settled: RingMap | None = None
+    configuration: Configuration | None = None
     after: bytes = b""
     busy: bool = False
     """A question is out, or what it told is being written."""
@@ -153,6 +192,7 @@ class Entering:
         member: id of this shard's database.
         ring: the newest.
         refused: hears of every ``Failure`` that a peer answered.
+        moved: called when the configuration has become another one.
     """
 
     def __init__(
@@ -164,11 +204,20 @@ class Entering:
         member: str,
         ring: Callable[[], Ring],
         refused: Callable[[Message], None],
+        moved: Callable[[], None],
     ) -> None:
         self.entry = 0
         self.entries: dict[str, int] = {}
-        self.settled: Ring | None = None
-        """Owners that every quorum includes; ``None`` until we know."""
+        self.configuration: Configuration | None = None
+        """``None`` until we know."""
+        self.heard_of: Configuration | None = None
+        """What a voter told us that is none of our own yet: whom to ask."""
+        self.floor = NO_BALLOT
+        self.confirmed: tuple[int, ...] = ()
+        self.cursor: bytes | None = b""
+        self._moved = moved
+        self._durable: tuple[tuple[int, ...], bytes, int] = ((), NO_BALLOT, 0)
+        """What of these is on the disk: maps, floor, entry."""
         self._desk, self._lines = desk, lines
         self._node, self._member, self._ring, self._refused = node, member, ring, refused
         self._state: Literal["new", "loading", "stranger", "candidate", "voter", "failed"] = "new"
@@ -176,7 +225,13 @@ class Entering:
         """Our entries so far, as far as anybody has told."""
         self._number = 0
         """The entry that we are making; 0 = the first pass is not through."""
+        self._fresh = False
+        """Nobody has ever voted under our name."""
         self._copy = False
+        self._listed_keys: set[bytes] = set()
+        """By the others, where we have a past."""
+        self._forgetting: Ticket | None = None
+        self._forgotten = False
         """The database has a past under another member id."""
         self._peers: dict[str, _Peer] = {}
         self._storing = False
@@ -189,6 +244,57 @@ class Entering:
     @property
     def votes(self) -> bool:
         return self._state == "voter"
+
+    @property
+    def maps(self) -> tuple[int, ...]:
+        """Epochs of the configuration."""
+        return () if self.configuration is None else self.configuration.maps
+
+    @property
+    def told(self) -> bytes:
+        """The configuration as it travels in the detail of a failure."""
+        assert self.configuration is not None, "a voter has one"
+        return encode(self.configuration.to_message(self._ring().epoch, self.floor))
+
+    def hear_of(self, configuration: Configuration) -> None:
+        """A voter's, while we are none: its shards are worth asking."""
+        self.heard_of, self._news = configuration, True
+
+    # -- what else the membership keeps
+
+    def take_up(
+        self, configuration: Configuration, floor: bytes, done: Callable[[KVCommError | None], None]
+    ) -> None:
+        """Move on to what this and ours are together; ``done`` once all of it is on the disk."""
+        before = self.maps
+        ours = self.configuration
+        self.configuration = configuration if ours is None else ours.merged(configuration)
+        self.floor = max(self.floor, floor)
+        if self.maps != before:
+            self._moved()
+        if self._durable[:2] == (self.maps, self.floor):
+            done(None)
+        else:
+            self._store(None, done)
+
+    def settle(self, maps: tuple[int, ...]) -> None:
+        """The owners by the last of these maps, our configuration, have everything now."""
+        assert self.configuration is not None and maps == self.maps
+        self.configuration = Configuration(self.configuration.target)
+        self._moved()
+        self._store(None)
+
+    def progress(
+        self, maps: tuple[int, ...], cursor: bytes | None, done: Callable[[KVCommError | None], None]
+    ) -> None:
+        """How far our records are confirmed under the configuration of these maps."""
+        self.confirmed, self.cursor = maps, cursor
+        self._store(None, done)
+
+    def enter_anew(self, done: Callable[[KVCommError | None], None]) -> None:
+        """Take the next entry, for which nothing has been voted yet: see ``l3_shard.healing``."""
+        self.entry += 1
+        self._store(None, done)
 
     # -- our own way in
 
@@ -216,22 +322,26 @@ class Entering:
         return max(self._desk.now, min(waits)) if waits else None
 
     def _loaded(self, local: Local[StrongState]) -> None:
-        """A membership that cannot be read is not ours to guess: we stay out."""
+        """A membership that cannot be read now is not ours to guess: we stay out.  One whose bytes are
+        damaged is lost, like the rest of a lost database."""
         self._news = True
-        if local.failure or local.damaged:
+        if local.failure:
             self._state = "failed"
             return
         stored = _member(local.state)
-        self._state = "stranger"
-        if stored is None:
+        self._state, self._copy = "stranger", local.damaged
+        if stored is None or local.damaged:
             return
-        self.entries = dict(stored.entries)
+        self.entries, self.floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
-        if stored.member != self._member:
+        self._fresh = stored.fresh and not self._copy
+        if self._copy:
             return  # a copy of a database: what it knows is true, but there may have been more
         self.entry = stored.entry
-        self.settled = None if stored.settled is None else Ring.from_map(stored.settled)
-        if self.settled is not None:
+        if stored.settled is not None:
+            self.configuration = from_maps(stored.settled, stored.pending)
+            self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
+            self._durable = (self.maps, self.floor, self.entry)
             self._state = "voter" if self.entry else "candidate"
 
     def _go_on(self) -> None:
@@ -239,45 +349,90 @@ class Entering:
         if not ring.names:
             return
         if self._state == "stranger" and ring.epoch == FIRST_EPOCH and not self._copy:
-            self.settled = ring
+            self.configuration = Configuration(ring)
             self._store("candidate")
             return
-        for node in ring.names:
+        settled = self._told_by_now()
+        others = [known.names for known in (settled, self.heard_of) if known is not None]
+        for node in (*ring.names, *chain.from_iterable(others)):
             if node != self._node:
                 self._peers.setdefault(node, _Peer())
-        settled = self._settled_by_now()
         told = [node for node, peer in self._peers.items() if peer.told]
         listed = [node for node, peer in self._peers.items() if peer.listed]
         if settled is not None and not self._number and self._reached(settled, told):
             self._number = 1 + self._known
+            fresh, self._fresh = self._fresh, self._fresh or not (self._known or self._copy)
+            if self._fresh and not fresh:  # noted before others note our entry: a crash must not forget it
+                self._store("stranger" if self._state == "stranger" else "candidate")
             for peer in self._peers.values():
                 peer.asked_at = float("-inf")
+            if self._storing:
+                return
         if settled is not None and self._number and self._reached(settled, listed):
-            self.entry, self.settled = self._number, settled
+            if self._copy and not self._forgotten:
+                self._forget_after(b"")
+                return
+            self.entry, self.configuration = self._number, settled
+            self.confirmed, self.cursor, self._fresh = (), b"", False
             self._store("voter")
             return
         for node, peer in self._peers.items():
             if self._due(peer) and self._desk.now >= peer.asked_at + RETRY_S:
                 self._ask(node, peer)
 
+    def _forget_after(self, after: bytes) -> None:
+        if self._forgetting is None and not self._storing:
+            self._storing = True
+            self._forgetting = self._desk.ticket()
+            self._desk.order(Scan(self._forgetting, b"", after, PAGE_KEYS, "strong"))
+
+    def _forget(self, event: Scanned) -> None:
+        """Drop what of this page none of the others has; from the beginning if that fails."""
+        self._forgetting = None
+        keys = [key for key in event.keys if key != MEMBERSHIP_KEY and key not in self._listed_keys]
+        open_count, failed = 1 + len(keys), bool(event.failure)
+
+        def done(error: KVCommError | None) -> None:
+            nonlocal open_count, failed
+            open_count, failed = open_count - 1, failed or error is not None
+            if open_count:
+                return
+            self._storing, self._news = False, True
+            if not failed and event.resume is not None:
+                self._forget_after(event.resume)
+            elif not failed:
+                self._forgotten = True
+
+        for key in keys:
+            try:
+                self._lines.change(key, _Forget(done), mends=True)
+            except Refused as error:
+                done(error)
+        done(None)
+
     def _due(self, peer: _Peer) -> bool:
         """Whether it has not been told in this pass."""
         return not peer.busy and not (peer.listed if self._number else peer.told)
 
-    def _settled_by_now(self) -> Ring | None:
-        """As those say who vote; else as we candidates saw it."""
-        voters = [peer.settled for peer in self._peers.values() if peer.settled is not None and peer.entry]
-        others = [peer.settled for peer in self._peers.values() if peer.settled is not None]
-        if voters:
-            return Ring.from_map(min(voters, key=lambda settled: settled.epoch))
-        if self.settled is not None:
-            return self.settled
-        return Ring.from_map(others[0]) if others else None
+    def _told_by_now(self) -> Configuration | None:
+        """All that those know who vote; else what we candidates began with."""
+        told = [peer for peer in self._peers.values() if peer.configuration is not None]
+        known = self.configuration
+        for peer in [peer for peer in told if peer.entry] or told:
+            assert peer.configuration is not None
+            known = peer.configuration if known is None else known.merged(peer.configuration)
+        return known
 
-    def _reached(self, settled: Ring, told: Sequence[str]) -> bool:
-        groups = settled.groups()
+    def _reached(self, configuration: Configuration, told: Sequence[str]) -> bool:
+        """Whether these are enough; see the module."""
+        groups = configuration.settled.groups()
         if self._state == "candidate":  # a group of one that has just begun has nothing to ask for
             groups = [group for group in groups if len(group) > 1]
+        for group in groups:
+            if self._node not in group and sum(node in told for node in group) < majority(group):
+                return False
+        if not self._fresh and (self._known or self._copy):
+            groups += [group for ring in configuration.pending for group in ring.groups()]
         return informed(groups, self._node, told)
 
     def _ask(self, node: str, peer: _Peer) -> None:
@@ -293,17 +448,16 @@ class Entering:
         if self.votes or number != self._number or answer.settled is None:
             return
         try:
-            states = [acceptor.checked(state) for state in answer.states]
-            if len(states) != len(answer.keys) or not all(answer.keys):
-                raise Corrupt("not a list of records and their states")
-            Ring.from_map(answer.settled)
-        except (Corrupt, RingError):
+            states = checked(answer)
+            configuration = self._same_or(answer.settled, answer.pending)
+        except Corrupt:
             return
         entry = answer.entries.get(node, 0)
         if number and entry != peer.entry:  # it lost its disk meanwhile: from the beginning
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
-        peer.settled, peer.entry, peer.told = answer.settled, entry, True
+        peer.configuration, peer.entry, peer.told = configuration, entry, True
+        self.floor = max(self.floor, answer.floor)
         self._note(answer.entries)
         if number:
             self._learn(peer, answer, states)
@@ -337,35 +491,73 @@ class Entering:
             page_is_over()
             return
         peer.busy = True
+        if self._copy:
+            self._listed_keys.update(answer.keys)
         for key, state in zip(answer.keys, states, strict=True):
             try:
-                self._lines.change(key, _Learn(state, done))
+                self._lines.change(key, _Learn(state, done), mends=True)
             except Refused as error:
                 done(error)
 
     def _store(
-        self, then: Literal["candidate", "voter"] | None, done: Callable[[str], None] | None = None
+        self,
+        then: Literal["stranger", "candidate", "voter"] | None,
+        done: Callable[[KVCommError | None], None] | None = None,
     ) -> None:
         """Write the membership; ``then`` is what we are once it is durable."""
         self._storing = then is not None or self._storing
+        written: tuple[tuple[int, ...], bytes, int] = self._durable
 
         def stored(error: KVCommError | None) -> None:
             self._news = True
+            if error is None:
+                self._durable = written
             if then is not None:
                 self._storing = False
                 if error is None:
                     self._state = then
+                    self._moved()
             if done is not None:
-                done("" if error is None else error.message)
+                done(error)
 
         def member() -> Member:
-            settled = None if self.settled is None else self.settled.to_map()
-            return Member(self._member, self.entry, dict(sorted(self.entries.items())), settled)
+            nonlocal written
+            written = (self.maps, self.floor, self.entry)
+            settled, pending = None, list[RingMap]()
+            if self.configuration is not None:
+                settled = self.configuration.settled.to_map()
+                pending = [ring.to_map() for ring in self.configuration.pending]
+            entries = dict(sorted(self.entries.items()))
+            confirmed = list(self.confirmed)
+            return Member(
+                self._member,
+                self.entry,
+                entries,
+                settled,
+                pending,
+                self.floor,
+                confirmed,
+                self.cursor,
+                self._fresh,
+            )
 
         try:
-            self._lines.change(MEMBERSHIP_KEY, _Store(member, stored))
+            self._lines.change(MEMBERSHIP_KEY, _Store(member, stored), mends=True)
         except Refused as error:
             stored(error)
+
+    def _same_or(self, settled: RingMap, pending: Sequence[RingMap]) -> Configuration:
+        """What another node told; ours if it is the same, for a ring is not made in no time."""
+        ours = self.configuration
+        if ours is not None and ours.maps == (settled.epoch, *(ring.epoch for ring in pending)):
+            return ours
+        told = (peer.configuration for peer in self._peers.values())
+        known = [known for known in (ours, self.heard_of, *told) if known is not None]
+        return from_maps(settled, pending, [self._ring(), *(ring for each in known for ring in each.rings)])
+
+    def configuration_of(self, settled: RingMap, pending: Sequence[RingMap]) -> Configuration:
+        """Raises ``Corrupt``: it is none."""
+        return self._same_or(settled, pending)
 
     # -- telling others
 
@@ -378,7 +570,7 @@ class Entering:
         """
         if self._state in ("new", "loading", "failed"):
             raise Unavailable(f"{self._node} is reading its own membership")
-        if message.entry == 0 or self.settled is None:
+        if message.entry == 0 or self.configuration is None:
             self._desk.reply(origin, self._listed([], [], None))
             return
         if message.entry < self.entries.get(message.node, 0):
@@ -388,18 +580,24 @@ class Entering:
         request.expire = partial(self._desk.close, request, Unavailable("the list took too long; ask again"))
         # noted at once, before it is durable: at worst a vote is not counted that could have been
         self.entries[message.node] = message.entry
-        self._store(None, partial(self._list, listing, message.after))
+        self._store(None, partial(self._list, listing, message))
 
-    def _list(self, listing: _Listing, after: bytes, failure: str) -> None:
-        if failure:
-            self._close(listing, failure)
+    def _list(self, listing: _Listing, message: StrongEnter, error: KVCommError | None) -> None:
+        if error is not None:
+            self._close(listing, error.message)
+            return
+        if message.keys is not None:
+            self._read_all(listing, list(message.keys))
             return
         ticket = self._desk.ticket()
         self._listings[ticket] = listing
-        self._desk.order(Scan(ticket, b"", after, PAGE_KEYS, "strong"))
+        self._desk.order(Scan(ticket, b"", message.after, PAGE_KEYS, "strong"))
 
     def scanned(self, event: Scanned) -> bool:
         """Storage answered a ``Scan``; False = it is not ours."""
+        if event.ticket == self._forgetting:
+            self._forget(event)
+            return True
         listing = self._listings.pop(event.ticket, None)
         if listing is None:
             return False
@@ -407,19 +605,22 @@ class Entering:
             self._close(listing, event.failure)
             return True
         listing.resume = event.resume
-        listing.keys = [key for key in event.keys if self._owned_by(listing.node, key)]
+        self._read_all(listing, [key for key in event.keys if self._owned_by(listing.node, key)])
+        return True
+
+    def _read_all(self, listing: _Listing, keys: list[bytes]) -> None:
+        listing.keys = keys
         listing.states = [None] * len(listing.keys)
         listing.open_count = len(listing.keys) + 1
         for index, key in enumerate(listing.keys):
             self._lines.read(key, partial(self._read, listing, index))
         self._count_down(listing)
-        return True
 
     def _owned_by(self, node: str, key: bytes) -> bool:
         if key == MEMBERSHIP_KEY:
             return False
-        rings = [self._ring()] if self.settled is None else [self._ring(), self.settled]
-        return any(node in ring.replicas(key[TENANT_BYTES:]) for ring in rings)
+        name, known = key[TENANT_BYTES:], self.configuration
+        return node in self._ring().replicas(name) or (known is not None and known.owned_by(node, name))
 
     def _read(self, listing: _Listing, index: int, local: Local[StrongState]) -> None:
         """One state that cannot be told spoils the page: the asker would take it for told."""
@@ -457,15 +658,33 @@ class Entering:
         entries = dict(self.entries)
         if self._state == "voter":
             entries[self._node] = self.entry
-        settled = None if self.settled is None else self.settled.to_map()
-        return StrongListed(entries, settled, keys, states, resume)
+        if self.configuration is None:
+            return StrongListed(entries, None, keys, states, resume)
+        known = self.configuration.to_message(0, self.floor)
+        return StrongListed(entries, known.settled, keys, states, resume, known.pending, known.floor)
 
     # -- looking inside
 
     def story(self) -> str:
         """Where we stand, for a person."""
         told = sorted(node for node, peer in self._peers.items() if peer.listed)
-        return f"{self._state}, entry {self.entry}" + ("" if self.votes else f", told by {told}")
+        return f"{self._state}, entry {self.entry}, maps {list(self.maps)}" + (
+            "" if self.votes else f", told by {told}"
+        )
+
+
+def checked(answer: StrongListed) -> list[StrongState]:
+    """The states of a list from another shard.
+
+    Raises:
+        Corrupt: it is no such list.
+    """
+    states = [acceptor.checked(state) for state in answer.states]
+    if len(states) != len(answer.keys) or not all(answer.keys):
+        raise Corrupt("not a list of records and their states")
+    if answer.floor != NO_BALLOT:
+        counter_of(answer.floor)
+    return states
 
 
 def _member(state: StrongState) -> Member | None:

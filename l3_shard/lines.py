@@ -87,6 +87,8 @@ class _Line(Generic[S]):
     readers: list[Reader[S]] = field(default_factory=list)
     waiting: deque[Change[S]] = field(default_factory=deque)
     writing: list[Change[S]] = field(default_factory=list)
+    mending: Change[S] | None = None
+    """The one of those that wait which may write over damaged bytes."""
 
     @property
     def idle(self) -> bool:
@@ -185,8 +187,9 @@ class Lines(Generic[S]):
             reader(line.local)
             self._forget(key, line)
 
-    def change(self, key: bytes, change: Change[S]) -> None:
-        """Queue a change.
+    def change(self, key: bytes, change: Change[S], *, mends: bool = False) -> None:
+        """Queue a change.  One that ``mends`` is applied to the empty state where the record is damaged, and
+        what it makes of it is whole.
 
         Raises:
             Refused: ``changes_max`` changes wait for this record already.
@@ -195,6 +198,8 @@ class Lines(Generic[S]):
         if len(line.waiting) >= self._changes_max:
             raise Refused(f"busy: {len(line.waiting)} changes wait for one record; slow down")
         line.waiting.append(change)
+        if mends:
+            line.mending = change
         if line.local is not None and not line.writing:
             self._to_apply[key] = None
 
@@ -232,7 +237,13 @@ class Lines(Generic[S]):
         for key in keys:
             line = self._lines[key]
             changes, line.writing = line.writing, []
+            mended = line.mending is not None and line.mending in changes
+            if mended:
+                line.mending = None
             if event.outcome == "durable":
+                if mended:
+                    self._damaged.discard(key)
+                    self._overwritten.discard(key)
                 line.local = Local(line.written, key in self._damaged)
                 if line.local.damaged:
                     self._overwritten.add(key)
@@ -333,7 +344,14 @@ class Lines(Generic[S]):
         """Apply what waits; whether there is something to persist."""
         assert line.local is not None
         changes, line.waiting = line.waiting, deque()
-        if line.local.failure or (line.local.damaged and not self._mends):
+        blocked = line.local.damaged and not self._mends
+        if blocked and line.mending is not None and not line.local.failure:
+            others = [change for change in changes if change is not line.mending]
+            changes = deque([line.mending])
+            for change in others:
+                change.failed(Unavailable("nothing was written, the record is being mended"))
+        elif line.local.failure or blocked:
+            line.mending = None
             why = line.local.failure or "the record's bytes failed verification"
             for change in changes:
                 change.failed(Unavailable(f"nothing was written, the disk cannot be read: {why}"))
@@ -347,6 +365,7 @@ class Lines(Generic[S]):
             else:
                 accepted.append(change)
         if not accepted or (state == line.local.state and not line.local.damaged and not rewrites):
+            line.mending = None
             for change in accepted:
                 change.durable(state)
             return False

@@ -42,6 +42,8 @@ class Quorum:
     """The acceptors of one record.  ``groups``: a majority of each is needed."""
 
     groups: tuple[tuple[str, ...], ...]
+    maps: tuple[int, ...] = ()
+    """Epochs of the configuration that they are from."""
 
     @property
     def nodes(self) -> tuple[str, ...]:

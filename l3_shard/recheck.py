@@ -60,7 +60,7 @@ class Recheck:
         serve: Callable[[Origin, Message, float], None],
     ) -> None:
         self.count = 0
-        """How often it was done."""
+        """How often we stood still."""
         self._node, self._desk, self._timers = node, desk, timers
         self._ring, self._adopt, self._serve = ring, adopt, serve
         self._in_doubt = False
@@ -71,10 +71,10 @@ class Recheck:
 
     def resumed(self) -> None:
         """We stood still until now."""
+        self.count += 1
         others = [name for name in self._ring().names if name != self._node]
         if not others or self._node not in self._ring():
             return
-        self.count += 1
         self._in_doubt, self._silent = True, set(others)
         for node in others:
             self._desk.ask(node, RingGet(), partial(self._heard, self.count, node))

@@ -2,11 +2,10 @@
 
 Every shard looks after its own: it asks each other shard, page by page, which of its blocks belong here too
 (``BlockHoldings``), and takes what it lacks (``BlockGet``).  A shard that came back empty is filled by those
-that have the copies, and nobody has to notice that it was away.  Going through everything twice costs a few
-messages and brings what was read lately first::
+that have the copies, and nobody has to notice that it was away.  What was read lately comes first::
 
     pass 1  peer b: page, page, ...  peer c: page, ...     only blocks that were used lately
-    pass 2  peer b: page, page, ...  peer c: page, ...     the rest
+    pass 2  peer b: page, page, ...                        the rest, from those who have more that we lack
 
 A shard holds at most one page of names and one window of copies at a time.
 """
@@ -59,6 +58,7 @@ class Round:
         self.failed = False
         """Some peer did not tell, or did not give, all that it has."""
         self._windows: deque[Take] = deque()
+        self._more_at: set[str] = set()  # who has blocks that we lack and that were not used lately
         self._legs = self._all_legs() if node in ring else iter(())
         self._leg: tuple[str, bool] | None = next(self._legs, None)
         self._after = b""
@@ -82,11 +82,10 @@ class Round:
             self.failed = True
             self._next_leg()
             return
-        wanted = [
-            Want(item.key, item.copy_bytes)
-            for item in answer.items
-            if (item.used or not hot) and self._ours(item.key)
-        ]
+        ours = [item for item in answer.items if self._ours(item.key)]
+        wanted = [Want(item.key, item.copy_bytes) for item in ours if item.used or not hot]
+        if hot and any(self._lacks([BlockKey(item.key) for item in ours if not item.used])):
+            self._more_at.add(node)
         self._windows = deque(Take(node, window) for window in _windows(wanted))
         if answer.resume is None or answer.resume <= self._after:  # a page that leads nowhere ends it too
             self._next_leg()
@@ -105,7 +104,11 @@ class Round:
 
     def _all_legs(self) -> Iterator[tuple[str, bool]]:
         others = [name for name in self._ring.names if name != self._node]
-        return ((name, hot) for hot in (True, False) for name in others)
+        for name in others:
+            yield name, True
+        for name in others:
+            if name in self._more_at:
+                yield name, False
 
     def _next_leg(self) -> None:
         self._leg, self._after = next(self._legs, None), b""

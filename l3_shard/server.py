@@ -245,7 +245,7 @@ class _Process:
             machine,
             clock=clock,
             peers=self._peers,
-            resolve=lambda node: dial(machine.ring.shard(node)),
+            resolve=lambda node: dial(machine.shard(node)),
             perform=self._perform,
             on_stop=self._end,
         )

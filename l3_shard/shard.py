@@ -66,12 +66,15 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingGet,
     RingMap,
+    RingNode,
     StrongAccept,
     StrongChange,
     StrongEnter,
     StrongOrder,
     StrongPrepare,
     StrongRead,
+    StrongRemove,
+    StrongSettle,
     TreeGet,
 )
 from l3_shard import dvv
@@ -143,6 +146,8 @@ class ShardCounts:
     """Stamps too far ahead of our wall clock to follow."""
     rejected_count: int
     """Writes that broke a rule."""
+    stood_still_count: int
+    """How often this process stood still."""
 
 
 @dataclass(eq=False, slots=True)
@@ -424,6 +429,13 @@ class Shard:
                 case StrongEnter():
                     self._check_peer(origin, message.epoch, ())
                     self._strong_records().enter(origin, message)
+                case StrongSettle():
+                    self._check_peer(origin, message.epoch, ())
+                    self._strong_records().settle(origin, message)
+                case StrongRemove():
+                    self._check_peer(origin, message.epoch, ())
+                    _checked_keys(message.keys, TENANT_BYTES)
+                    self._strong_records().remove(origin, message)
                 case RingGet() if self.ring.epoch == NO_RING.epoch:
                     raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
@@ -447,7 +459,7 @@ class Shard:
             if len(message.least) != len(queries):
                 raise Refused(f"{len(queries)} keys with {len(message.least)} least contexts")
             pairs = zip(queries, message.least, strict=True)
-            queries = [query._replace(least=least) if least else query for query, least in pairs]
+            queries = [Query(*query[:-1], least) if least else query for query, least in pairs]
         if not queries:
             self._desk.reply(origin, RecordStates([]))
         else:
@@ -690,13 +702,20 @@ class Shard:
         strong.run(origin, orders)
 
     def _strong_vote(self, origin: Origin, message: StrongPrepare | StrongAccept) -> None:
-        """Votes are for the settled owners too, which need not own the record by the newest map."""
+        """Votes are for the owners by all maps of the configuration, not by the newest alone."""
         self._check_peer(origin, message.epoch, ())
         _checked_keys([message.key], TENANT_BYTES)
         strong = self._strong_records()
         if message.epoch <= self.ring.epoch and not strong.owned(message.key):
             raise Refused(f"epoch {self.ring.epoch}: {self.node} is no owner of this record")
         strong.vote(origin, message)
+
+    def shard(self, node: str) -> RingNode:
+        """Where to call a shard of the newest map, or one that still decides beside it.  Raises
+        ``KeyError``: it is neither."""
+        if node in self.ring or self._strong is None:
+            return self.ring.shard(node)
+        return self._strong.shard(node)
 
     # -- what changes give and take
 
@@ -816,8 +835,6 @@ class Shard:
             self._plans.clear()
             if self._background is not None:
                 self._background.placed()
-            if self._strong is not None:
-                self._strong.ring_changed()
 
     # -- scans
 
@@ -873,6 +890,7 @@ class Shard:
             self._reading.contradiction_count,
             self._drift_count,
             self._rejected_count,
+            self._recheck.count,
         )
 
     def repair_counts(self) -> RepairCounts | None:
@@ -890,6 +908,11 @@ class Shard:
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
         return self._strong_records().counts()
+
+    def strong_maps(self) -> tuple[int, ...]:
+        """Epochs of the maps whose owners decide strong records, as this shard knows; empty until it
+        votes."""
+        return self._strong_records().maps
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -48,7 +48,7 @@ class Persist(Effect, Generic[S]):
 
     ticket: Ticket
     writes: tuple[tuple[bytes, S], ...]
-    """A state with an empty context removes the record."""
+    """An empty state (no context; ``acceptor.EMPTY``) removes the record."""
     replica: str
     """Of the strong database: its member id."""
     database: Database = "records"

@@ -12,6 +12,9 @@ acceptor (``voting``, ``acceptor``), once it has entered the group (``entering``
 Strong records share nothing with the eventual ones but the wire and the ring: they have a database of their
 own in which every write is synced, whatever ``storage.fsync`` says, and the same name may be used in both.
 They are never evicted.
+
+In the background: new owners take over when the ring changes (``settling``), damaged records are filled again
+(``healing``), and what deletions leave behind goes (``removing``).
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from functools import partial
 from kvcomm.errors import Unavailable
 from kvcomm.machine import Effect, Origin
 from kvcomm.wire.messages import (
+    Failure,
     Message,
+    RingNode,
     StrongAccept,
     StrongEnter,
     StrongOrder,
     StrongPrepare,
+    StrongRemove,
+    StrongSettle,
     StrongState,
 )
 from l3_shard import acceptor
@@ -35,10 +42,13 @@ from l3_shard.ballot import Ballots
 from l3_shard.changing import Changing
 from l3_shard.desk import Desk, Request
 from l3_shard.entering import TENANT_BYTES, Entering
+from l3_shard.healing import Healing
 from l3_shard.lines import Lines
 from l3_shard.proposer import Jitter
-from l3_shard.quorum import Quorum, joint
+from l3_shard.quorum import Quorum
+from l3_shard.removing import AGE_S, Removing
 from l3_shard.ring import Ring
+from l3_shard.settling import Settling
 from l3_shard.storage import Loaded, Persisted, Scanned
 from l3_shard.voting import Voting, check
 
@@ -57,6 +67,8 @@ class StrongIdentity:
     """Of the process; never used before, not even by an earlier life on the same disk."""
     draw: Jitter
     """Random numbers from [0, 1)."""
+    tombstone_age_s: float = AGE_S
+    """What a deletion leaves behind is left alone for so long, then removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,16 @@ class StrongCounts:
     unknown_count: int
     unavailable_count: int
     votes: bool
+    pending_count: int = 0
+    """Ring maps whose owners are taking over."""
+    confirmed_count: int = 0
+    """Records that were confirmed for new owners."""
+    damaged_count: int = 0
+    """Records whose stored bytes failed verification."""
+    healed_count: int = 0
+    """Of those, filled again by the others."""
+    removed_count: int = 0
+    """Tombstones that were taken away here."""
 
 
 class Strong:
@@ -98,10 +120,17 @@ class Strong:
             database="strong",
             mends=False,
         )
+        self._refused = refused
         self._entering = Entering(
-            desk, self._lines, node=node, member=identity.member, ring=ring, refused=refused
+            desk,
+            self._lines,
+            node=node,
+            member=identity.member,
+            ring=ring,
+            refused=refused,
+            moved=self._moved,
         )
-        self._voting = Voting(self._lines, self._entering)
+        self._voting = Voting(self._lines, self._entering, self._deleted)
         self._changing = Changing(
             desk,
             self._voting,
@@ -111,7 +140,25 @@ class Strong:
             draw=identity.draw,
             quorum=self._quorum,
             epoch=lambda: ring().epoch,
-            refused=refused,
+            refused=self._heard_no,
+        )
+        self._settling = Settling(
+            desk, self._entering, self._changing.confirm, node=node, ring=ring, refused=refused
+        )
+        self._healing = Healing(
+            desk, self._lines, self._entering, node=node, epoch=lambda: ring().epoch, refused=refused
+        )
+        self._removing = Removing(
+            desk,
+            self._lines,
+            self._entering,
+            self._voting,
+            self._changing.confirm,
+            node=node,
+            quorum=self._quorum,
+            epoch=lambda: ring().epoch,
+            refused=self._heard_no,
+            age_s=identity.tombstone_age_s,
         )
 
     # -- requests, checked and with stored keys
@@ -146,38 +193,71 @@ class Strong:
         """Another shard that enters.  Raises as ``Entering.enter``."""
         self._entering.enter(origin, message)
 
+    def settle(self, origin: Origin, message: StrongSettle) -> None:
+        """Another voter's configuration.  Raises as ``Settling.settle``."""
+        self._settling.settle(origin, message)
+
+    def remove(self, origin: Origin, message: StrongRemove) -> None:
+        """Tombstones to drop.  Raises as ``Removing.remove``."""
+        self._removing.remove(origin, message)
+
     def owned(self, key: bytes) -> bool:
-        """Whether this shard is an acceptor of the stored key, by the newest map or the settled one."""
-        settled = self._entering.settled
-        rings = [self._ring()] if settled is None else [self._ring(), settled]
-        return any(self._node in ring.replicas(key[TENANT_BYTES:]) for ring in rings)
+        """Whether this shard is an acceptor of the stored key, by the newest map or the configuration."""
+        name, known = key[TENANT_BYTES:], self._entering.configuration
+        owner = self._node in self._ring().replicas(name)
+        return owner or (known is not None and known.owned_by(self._node, name))
+
+    def shard(self, node: str) -> RingNode:
+        """Where an acceptor is to be called that is in the newest map no more.  Raises ``KeyError``."""
+        for known in (self._entering.configuration, self._entering.heard_of):
+            for ring in reversed(() if known is None else known.rings):
+                if node in ring:
+                    return ring.shard(node)
+        raise KeyError(node)
 
     def inspect(self, keys: Sequence[bytes]) -> None:
-        """These records do not lie on the disk as they were written: read them, as a vote would."""
+        """These records do not lie on the disk as they were written.  What is in memory is durable state and
+        is written anew; what is not is read, as for a vote, and found damaged."""
         for key in keys:
-            self._lines.read(key, lambda local: None)
+            if self._lines.known(key) is not None:
+                self._lines.rewrite(key)
+            else:
+                self._lines.read(key, lambda local: None)
 
     def _quorum(self, key: bytes) -> Quorum:
-        settled = self._entering.settled
-        if settled is None or not self._entering.votes:
+        known = self._entering.configuration
+        if known is None or not self._entering.votes:
             raise Unavailable(f"{self._node} has no strong records (yet): it is catching up")
-        name = key[TENANT_BYTES:]
-        return joint(settled.replicas(name), self._ring().replicas(name))
+        return known.quorum(key[TENANT_BYTES:])
+
+    def _moved(self) -> None:
+        """Other acceptors count from now on."""
+        self._changing.forget_promises()
+
+    def _deleted(self, key: bytes) -> None:
+        """Whatever promise we have was given before, and is overtaken."""
+        self._changing.forget_promise(key)
+        self._removing.deleted(key)
+
+    def _heard_no(self, node: str, answer: Message) -> None:
+        """A peer refused: it has another configuration, or a newer ring, or is just busy."""
+        if isinstance(answer, Failure) and answer.code == Unavailable.code and answer.detail:
+            self._settling.differs(node, answer)
+        else:
+            self._refused(answer)
 
     # -- the rest of the machine
-
-    def ring_changed(self) -> None:
-        self._changing.forget_promises()
 
     def took(self, event: Loaded[StrongState] | Persisted | Scanned) -> bool:
         """An answer of the storage; False = it was not asked by us, or it is a failed write."""
         match event:
             case Loaded() if self._lines.awaits(event.ticket):
-                self._lines.loaded(event)
+                self._healing.found(self._lines.loaded(event))
             case Persisted() if event.outcome != "failed" and self._lines.awaits(event.ticket):
                 self._lines.persisted(event)
             case Scanned():
-                return self._entering.scanned(event)
+                parts = (self._entering, self._settling, self._removing)
+                return any(part.scanned(event) for part in parts)
             case _:
                 return False
         return True
@@ -185,12 +265,16 @@ class Strong:
     def wake(self) -> None:
         """Do what is due."""
         self._entering.wake()
+        self._settling.wake()
+        self._healing.wake()
+        self._removing.wake()
         self._changing.wake()
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
-        waits = (self._entering.deadline(), self._changing.deadline())
-        return min((wait for wait in waits if wait is not None), default=None)
+        parts = (self._entering, self._settling, self._healing, self._removing, self._changing)
+        waits = [wait for part in parts if (wait := part.deadline()) is not None]
+        return min(waits, default=None)
 
     @property
     def pending(self) -> bool:
@@ -204,13 +288,23 @@ class Strong:
     # -- looking inside
 
     def counts(self) -> StrongCounts:
-        changing = self._changing
+        changing, known = self._changing, self._entering.configuration
         return StrongCounts(
             changing.contended_count,
             changing.unknown_count,
             changing.unavailable_count,
             self._entering.votes,
+            0 if known is None else len(known.pending),
+            self._settling.confirmed_count,
+            self._healing.damaged_count,
+            self._healing.healed_count,
+            self._removing.removed_count,
         )
+
+    @property
+    def maps(self) -> tuple[int, ...]:
+        """Epochs of the maps whose owners decide; empty until this shard votes."""
+        return self._entering.maps if self._entering.votes else ()
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -219,7 +313,9 @@ class Strong:
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key``, for a person."""
-        return f"{self._entering.story()}; {self._changing.story(key)}; {self._lines.story(key)}"
+        parts = (self._entering, self._settling, self._healing, self._removing)
+        background = "; ".join(part.story() for part in parts)
+        return f"{background}; {self._changing.story(key)}; {self._lines.story(key)}"
 
 
 def _value_bytes(state: StrongState) -> int:

@@ -2,5 +2,18 @@
 
 from __future__ import annotations
 
-CASES = ("l2_view", "l2_copy", "l3_block", "state", "eventual", "strong", "repair", "prefill", "footprint")
+CASES = (
+    "l2_view",
+    "l2_copy",
+    "l3_block",
+    "copies",
+    "disk",
+    "state",
+    "eventual",
+    "strong",
+    "failover",
+    "repair",
+    "prefill",
+    "footprint",
+)
 """In the order of the report."""

@@ -13,12 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from typing import Literal
 
-from kvcomm.chaos.plan import Mode
+from kvcomm.chaos.merging import MergingWorkload, merging_plan
+from kvcomm.chaos.plan import Mode, Plan
+from kvcomm.chaos.registers import KINDS, MixedWorkload
 from kvcomm.chaos.simulation import simulate
 from kvcomm.chaos.swarm import draw_plan
 from kvcomm.chaos.watch import Violation
+from kvcomm.chaos.workload import Workload
 
+WorkloadName = Literal["mixed", "merging"]
 SHOWN_MAX = 5
 """Violations of one seed that are told."""
 BATCH_SEEDS = 4
@@ -43,15 +48,14 @@ class Verdict:
     cpu_s: float
     world: str
     """As JSON; empty where nothing was broken."""
+    workload: WorkloadName = "mixed"
 
     def report(self) -> str:
         """For a person: what was broken, and how to see it again."""
         lines = [f"seed {self.seed}: {len(self.violations)} violations"]
         lines += [f"  {violation.promise}: {violation.text}" for violation in self.violations[:SHOWN_MAX]]
-        lines += [
-            f"  world: {self.world}",
-            f"  again: kvcomm chaos sim --mode {self.mode} --seed {self.seed} --trace",
-        ]
+        how = f"--mode {self.mode} --workload {self.workload} --seed {self.seed}"
+        lines += [f"  world: {self.world}", f"  again: kvcomm chaos sim {how} --trace"]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -92,31 +96,43 @@ class Summary:
 
 
 def run_campaign(
-    seeds: Sequence[int], mode: Mode, jobs: int, heard: Callable[[Verdict], None] = lambda verdict: None
+    seeds: Sequence[int],
+    mode: Mode,
+    jobs: int,
+    heard: Callable[[Verdict], None] = lambda verdict: None,
+    workload: WorkloadName = "mixed",
 ) -> Summary:
     """Try all of ``seeds``; ``heard`` is told of each, in their order."""
     summary = Summary()
-    for verdict in verdicts(seeds, mode, jobs):
+    for verdict in verdicts(seeds, mode, jobs, workload):
         summary.add(verdict)
         heard(verdict)
     return summary
 
 
-def verdicts(seeds: Sequence[int], mode: Mode, jobs: int) -> Iterator[Verdict]:
+def verdicts(
+    seeds: Sequence[int], mode: Mode, jobs: int, workload: WorkloadName = "mixed"
+) -> Iterator[Verdict]:
     """In the order of ``seeds``, by ``jobs`` processes."""
+    judge = partial(try_seed, mode, workload=workload)
     if jobs == 1 or len(seeds) == 1:
-        yield from map(partial(try_seed, mode), seeds)
+        yield from map(judge, seeds)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(partial(try_seed, mode), seeds, chunksize=BATCH_SEEDS)
+        yield from pool.map(judge, seeds, chunksize=BATCH_SEEDS)
 
 
-def try_seed(mode: Mode, seed: int) -> Verdict:
+def world_of(seed: int, mode: Mode, workload: WorkloadName) -> tuple[Plan, Callable[[Plan], Workload]]:
+    """The world, and what its clients do: eventual and strong records, or counters and sets."""
+    plan = draw_plan(seed, mode)
+    return (plan, MixedWorkload) if workload == "mixed" else (merging_plan(plan), MergingWorkload)
+
+
+def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict:
     """The verdict on one seed."""
-    from kvcomm.chaos.registers import KINDS
-
     begin = time.process_time()
-    result = simulate(draw_plan(seed, mode))
+    plan, clients = world_of(seed, mode, workload)
+    result = simulate(plan, workload=clients)
     operations = result.history.operations()
     done = [operation for operation in operations if operation.outcome == "ok"]
     return Verdict(
@@ -130,4 +146,5 @@ def try_seed(mode: Mode, seed: int) -> Verdict:
         result.simulated_s,
         time.process_time() - begin,
         json.dumps(result.plan.describe(), sort_keys=True) if result.violations else "",
+        workload,
     )

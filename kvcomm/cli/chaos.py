@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,26 +25,31 @@ def sim(
     ] = "safety",
     jobs: Annotated[int, typer.Option(help="Processes; 0 = one a core.", min=0)] = 0,
     seed: Annotated[int | None, typer.Option(help="Try this seed alone.", min=0)] = None,
+    workload: Annotated[
+        Literal["mixed", "merging"],
+        typer.Option(help="What clients do. mixed: eventual and strong records; merging: counters and sets."),
+    ] = "mixed",
     trace: Annotated[bool, typer.Option(help="Print the history of that seed as JSON lines.")] = False,
 ) -> None:
     """Run simulated clusters, each drawn from its seed.  Exit code 1: a promise was broken."""
-    from kvcomm.chaos.campaign import Verdict, run_campaign
+    from kvcomm.chaos.campaign import Verdict, run_campaign, world_of
     from kvcomm.chaos.plan import Mode
     from kvcomm.chaos.simulation import simulate
-    from kvcomm.chaos.swarm import draw_plan
 
     if mode not in ("safety", "liveness"):
         raise typer.BadParameter(f"{mode!r} is neither safety nor liveness", param_hint="--mode")
     drawn: Mode = "safety" if mode == "safety" else "liveness"
     if trace and seed is not None:
-        sys.stdout.write(simulate(draw_plan(seed, drawn)).history.encoded().decode())
+        plan, clients = world_of(seed, drawn, workload)
+        result = simulate(plan, workload=clients)
+        sys.stdout.write(result.history.encoded().decode())
 
     def heard(verdict: Verdict) -> None:
         if verdict.violations:
             sys.stderr.write(verdict.report())
 
     chosen = range(first, first + seeds) if seed is None else [seed]
-    summary = run_campaign(chosen, drawn, jobs or os.cpu_count() or 1, heard)
+    summary = run_campaign(chosen, drawn, jobs or os.cpu_count() or 1, heard, workload)
     sys.stderr.write(f"{mode}: {summary.text()}\n")
     if summary.failed:
         raise typer.Exit(1)

@@ -157,6 +157,7 @@ class NodeProcess:
         metrics, acks = self.metrics, "kvcomm_replication_acks_total"
         metrics.counter(acks, outcome="acked").advance_to(counts.acked_count)
         metrics.counter(acks, outcome="failed").advance_to(counts.missed_count)
+        metrics.counter("kvcomm_stood_still_total").advance_to(counts.stood_still_count)
         metrics.counter("kvcomm_rejected_writes_total").advance_to(counts.rejected_count)
         metrics.counter("kvcomm_fsyncs_total").advance_to(fsync_seconds.count)
         metrics.histogram("kvcomm_fsync_seconds").advance_to(fsync_seconds)
@@ -203,6 +204,14 @@ class NodeProcess:
         metrics.counter("kvcomm_strong_contended_rounds_total").advance_to(counts.contended_count)
         metrics.counter(failures, outcome="unavailable").advance_to(counts.unavailable_count)
         metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
+        metrics.gauge("kvcomm_strong_pending_maps").set(counts.pending_count)
+        for name, count in (
+            ("kvcomm_strong_confirmed_records_total", counts.confirmed_count),
+            ("kvcomm_strong_damaged_records_total", counts.damaged_count),
+            ("kvcomm_strong_healed_records_total", counts.healed_count),
+            ("kvcomm_strong_removed_records_total", counts.removed_count),
+        ):
+            metrics.counter(name).advance_to(count)
 
 
 class StoreBackend:

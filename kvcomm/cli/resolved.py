@@ -61,7 +61,7 @@ def lines(value: Any) -> list[bytes]:
         case frozenset():
             return sorted(value)
         case dict():
-            return [field + b"=" + value[field] for field in value]
+            return [field.encode() + b"=" + value[field] for field in value]
     return [str(value).encode()]
 
 
@@ -73,12 +73,7 @@ def document(found: Merged[Any]) -> dict[str, object]:
         case frozenset():
             shown = {"elements_base64": [_base64(element) for element in sorted(found.value)]}
         case dict():
-            shown = {
-                "fields_base64": {
-                    field.decode(errors="backslashreplace"): _base64(value)
-                    for field, value in found.value.items()
-                }
-            }
+            shown = {"fields_base64": {field: _base64(value) for field, value in found.value.items()}}
         case _:
             shown = {"value": found.value}
     return {**shown, "context": dict(found.context), "degraded": found.degraded}

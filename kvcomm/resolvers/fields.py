@@ -143,15 +143,24 @@ class _FieldRecords(Resolver[Fields, FieldsDelta, V]):
             raise ValueError(f"{both[0]!r} is both added and removed")
 
 
-class FieldMap(_FieldRecords[dict[bytes, bytes]]):
-    """Shown as field -> value: of concurrent puts of one field that with the latest stamp."""
+class FieldMap(_FieldRecords[dict[str, bytes]]):
+    """Fields are UTF-8 text.  Shown as field -> value: of concurrent puts of one field that with the latest
+    stamp."""
 
-    def _show(self, state: Fields | None) -> dict[bytes, bytes]:
+    def _show(self, state: Fields | None) -> dict[str, bytes]:
         fields = {} if state is None else state.fields
-        return {
-            field: max((stamp, dot, value) for dot, (stamp, value) in fields[field].items())[2]
-            for field in sorted(fields)
-        }
+        try:
+            return {
+                field.decode(): max((stamp, dot, value) for dot, (stamp, value) in fields[field].items())[2]
+                for field in sorted(fields)
+            }
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"not the value of a {self.name} record: {error}") from error
+
+    def _check_delta(self, delta: FieldsDelta) -> None:
+        super()._check_delta(delta)
+        for field in [*delta.put, *delta.remove]:
+            field.decode()
 
 
 class FieldSet(_FieldRecords[frozenset[bytes]]):

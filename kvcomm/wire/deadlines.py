@@ -11,15 +11,16 @@ stand to each other, and puts its deadline *on the server's clock* on everything
                  \\                      /                 at least the stamp,
     server        ─────── stamp ────────                  at most the stamp + (heard - sent)
 
-A stamp is milliseconds modulo 2**24 (4.6 hours); 0 = none.  Clocks are monotonic ones; a clock that stands
-still with its machine (some virtual machines) makes deadlines late, and never wrong in the other direction.
+A stamp is milliseconds modulo 2**30 (12 days, so that what is up to 6 days late is known to be late); 0 =
+none.  Clocks are monotonic ones; a clock that stands still with its machine (some virtual machines) makes
+deadlines late, and never wrong in the other direction.
 """
 
 from __future__ import annotations
 
 from math import floor, inf
 
-STAMP_BITS = 24
+STAMP_BITS = 30
 SLACK_S = 0.1
 """A request is begun at most so much after its deadline, as far as the network lets us know: so that what
 took a while to come back does not make a deadline early."""

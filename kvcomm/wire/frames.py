@@ -3,8 +3,8 @@
 A frame is ``prefix (32 bytes) | message (msgpack) | payload``::
 
     0   magic 2s = "KV"      8   request u64          24  checksum u64   xxh3-64 of bytes [0, 24)
-    2   version u8           16  payload_bytes u40                       and the message
-    3   flags u8             21  stamp u24
+    2   version u8           16  payload_bytes u34, in the same word     and the message
+    3   flags u8                 from bit 34 on: stamp u30
     4   message_bytes u32
 
 The payload is not covered: blocks carry their own checksum, which the reader verifies after arrival.
@@ -39,7 +39,7 @@ _SCRAP = memoryview(bytearray(256 << 10))
 
 _PREFIX = struct.Struct("<2sBBIQQQ")
 _SUMMED_BYTES = 24
-_STAMP_SHIFT = 40
+_STAMP_SHIFT = 34
 _PAYLOAD_MASK = (1 << _STAMP_SHIFT) - 1
 PREFIX_BYTES = _PREFIX.size
 

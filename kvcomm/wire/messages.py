@@ -412,8 +412,8 @@ class StrongRegister(msgspec.Struct, frozen=True, array_like=True):
     """What a strong record holds."""
 
     versions: Many[bytes]
-    """Of its last changes, oldest first, bounded; the last one is the record's version.  Empty = never
-    changed."""
+    """One for each of its last rounds of changes, oldest first, bounded; the last one is the record's
+    version.  Empty = never changed, or deleted and removed since."""
     value: bytes | None
     """``None`` = absent or deleted."""
     fence: int = 0
@@ -488,6 +488,8 @@ class StrongPrepare(Message, frozen=True):
     key: bytes
     ballot: bytes
     """Empty = promise nothing, only tell."""
+    maps: Many[int] = []
+    """Epochs of the asker's configuration; a vote is given only by an acceptor that has the same one."""
 
 
 class StrongPromised(Message, frozen=True):
@@ -498,6 +500,8 @@ class StrongPromised(Message, frozen=True):
     """How often the acceptor has entered the group with an empty state, its first time included."""
     entries: Entries
     """Entries of other acceptors that this one knows of."""
+    floor: bytes = b""
+    """No version at or below it can be told from one that was never there: records were removed up to it."""
 
 
 class StrongAccept(Message, frozen=True):
@@ -509,6 +513,8 @@ class StrongAccept(Message, frozen=True):
     register: StrongRegister
     following: bytes
     """Ballot to promise at once for the proposer's next change, or empty."""
+    maps: Many[int] = []
+    """As in a prepare."""
 
 
 class StrongAccepted(Message, frozen=True):
@@ -526,18 +532,60 @@ class StrongEnter(Message, frozen=True):
     entry: int
     """0 = note nothing and list nothing, only tell which entries you know of."""
     after: bytes
+    keys: Many[bytes] | None = None
+    """Not a page of all, only these: the asker's copies are damaged."""
 
 
 class StrongListed(Message, frozen=True):
     entries: Entries
     """Entries that the answering shard has noted, its own included."""
     settled: RingMap | None
-    """The map whose owners every quorum includes; ``None`` = the answering shard has no state to speak of
-    either, and its answer counts for nothing."""
+    """The settled map of the answering shard's configuration; ``None`` = it has no state to speak of either,
+    and its answer counts for nothing."""
     keys: Many[bytes]
     states: Many[StrongState]
     resume: bytes | None
     """Where to go on (``after``); ``None`` = that was all."""
+    pending: Many[RingMap] = []
+    """The maps that are being settled, in order."""
+    floor: bytes = b""
+    """Of removed records."""
+
+
+class StrongSettle(Message, frozen=True):
+    """Shard to shard: this is my configuration; take it up, durably, then tell me yours."""
+
+    epoch: int
+    settled: RingMap
+    """Its owners decided everything that was decided before the pending maps."""
+    pending: Many[RingMap]
+    """Maps whose owners every quorum needs too, until the last of them is settled."""
+    floor: bytes
+
+
+class StrongSettling(Message, frozen=True):
+    """After it has taken up what it was told."""
+
+    settled: RingMap
+    pending: Many[RingMap]
+    floor: bytes
+    confirmed: Many[int]
+    """Epochs of the configuration under which it has confirmed all its records, if it has."""
+    entries: Entries
+
+
+class StrongRemove(Message, frozen=True):
+    """Shard to shard: every owner has these tombstones; forget yours, if they are still what you have."""
+
+    epoch: int
+    maps: Many[int]
+    """As in a prepare."""
+    keys: Many[bytes]
+    accepted: Many[bytes]
+    """Ballot of the tombstone, one a key."""
+    floor: bytes
+    """At or above everything that any owner has promised for them: what the acceptor promises for every
+    record that it does not have."""
 
 
 class RecordFate(msgspec.Struct, frozen=True, array_like=True):
@@ -565,4 +613,5 @@ MESSAGES: tuple[type[Message], ...] = (
     StrongOutcomes, StrongPrepare, StrongPromised, StrongAccept, StrongAccepted, StrongEnter, StrongListed,
     BlockHoldings, BlockHeld,
     RecordFates,
+    StrongSettle, StrongSettling, StrongRemove,
 )  # fmt: skip

@@ -19,6 +19,7 @@ def test_a_stamp_is_a_moment_and_never_the_sign_for_none() -> None:
     assert overdue_s(stamp_of(7.5), 5.0) == -2.5
     assert overdue_s(stamp_of(WRAP_S - 1.0), WRAP_S + 1.0) == 2.0, "over the end of the numbers"
     assert overdue_s(0, 7.5) == 0.0
+    assert overdue_s(stamp_of(5.0), 5.0 + 5 * 86_400.0) == 5 * 86_400.0, "after five days"
     assert stamp_of(0.0) == stamp_of(WRAP_S) == 1
 
 

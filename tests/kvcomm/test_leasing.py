@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvcomm.aioleasing import AsyncLease
-from kvcomm.errors import Unavailable
+from kvcomm.errors import OutcomeUnknown, Unavailable
 from kvcomm.lease import LeaseHeld, LeaseLost
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.leasing import Lease, epoch_of
@@ -38,6 +38,7 @@ class Registers:
     def __init__(self) -> None:
         self.records = {b"lease/l": NOTHING}
         self.reachable = True
+        self.answer_lost = False
         self._ballots = count(1)
         self._lock = threading.Lock()
 
@@ -54,6 +55,9 @@ class Registers:
                 outcome, after = apply(order, self.records[order.key], b"%08d" % next(self._ballots))
                 self.records[order.key] = after
                 outcomes.append(outcome)
+        if self.answer_lost:
+            self.answer_lost = False
+            raise OutcomeUnknown("no answer")
         return outcomes
 
     def take_away(self) -> None:
@@ -105,6 +109,22 @@ def test_one_has_it_and_the_other_gets_it_after_a_release(contender: Callable[[]
         one.check()
     one.release()
     assert other.valid(), "a second release is of no account"
+
+
+def test_a_lost_answer_costs_nothing(contender: Callable[[], Lease], registers: Registers) -> None:
+    one, other = contender(), contender()
+    registers.answer_lost = True
+    assert one.acquire() == 1, "the read was lost"
+    registers.answer_lost = True
+    with pytest.raises(OutcomeUnknown):
+        one.renew()
+    assert one.valid()
+    one.renew()
+    registers.answer_lost = True
+    with pytest.raises(OutcomeUnknown):
+        one.renew()
+    one.release()
+    assert other.acquire(deadline_s=0.1) == 2, "it was released under the version that the lost renewal made"
 
 
 @pytest.mark.slow

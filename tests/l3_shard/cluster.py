@@ -109,6 +109,9 @@ class Faults:
 
 
 class Cluster:
+    swept_leaves = 3
+    """At once."""
+
     def __init__(
         self,
         seed: int,
@@ -374,7 +377,8 @@ class Cluster:
     def _sweep(self, node: str, life: int, sweep: Sweep) -> None:
         leaves = [(leaf, tuple(entries)) for leaf, entries in sorted(self._index(node).items())]
         left = [leaf for leaf in leaves if leaf[0] >= sweep.first]
-        self._deliver(node, life, Swept(sweep.ticket, tuple(left[:3]), left[3][0] if left[3:] else None))
+        part, rest = left[: self.swept_leaves], left[self.swept_leaves :]
+        self._deliver(node, life, Swept(sweep.ticket, tuple(part), rest[0][0] if rest else None))
 
     def _audit(self, node: str, life: int, audit: Audit) -> None:
         disk = self.disks[node]

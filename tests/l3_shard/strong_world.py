@@ -7,6 +7,7 @@ incarnation, and a second disk holds the strong records.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from kvcomm.wire.messages import (
     StrongRead,
     StrongState,
 )
+from l3_shard import acceptor
 from l3_shard.desk import ShardLimits
 from l3_shard.entering import MEMBERSHIP_KEY
 from l3_shard.replica import first_replica
@@ -51,7 +53,13 @@ class StrongDisk:
     damaged: set[bytes] = field(default_factory=set)
 
     def write(self, persist: Persist) -> None:
-        self.states.update(persist.writes)
+        """As the store does it: what is written over is whole again, and an empty state is none."""
+        for key, state in persist.writes:
+            self.damaged.discard(key)
+            if state == acceptor.EMPTY:
+                self.states.pop(key, None)
+            else:
+                self.states[key] = state
 
 
 class StrongWorld(Cluster):
@@ -68,9 +76,10 @@ class StrongWorld(Cluster):
         *,
         twice: float = 0.0,
         forgets: bool = False,
+        tombstone_age_s: float = math.inf,
         **quorums: int,
     ) -> None:
-        self.twice, self.forgets = twice, forgets
+        self.twice, self.forgets, self.tombstone_age_s = twice, forgets, tombstone_age_s
         self.cuts: set[tuple[str, str]] = set()
         """(from, to): nothing gets through."""
         self.incarnations = count(1)
@@ -80,7 +89,15 @@ class StrongWorld(Cluster):
         self._strong_writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._members = count(len(names))
         self._booting = True
-        super().__init__(seed, names, faults, ShardLimits(request_timeout_s=1.0), Shard, None, **quorums)
+        super().__init__(
+            seed,
+            names,
+            faults,
+            ShardLimits(request_timeout_s=1.0, strong_timeout_s=1.0),
+            Shard,
+            None,
+            **quorums,
+        )
         self._booting = False
         for name in names:
             self.after(0.0, partial(self._deliver, name, 0, Tick()))
@@ -113,9 +130,26 @@ class StrongWorld(Cluster):
         self._strong_writing[node] = []
         super().lose(node)
 
-    def adopt(self, ring_map: RingMap) -> None:
+    def settled(self) -> bool:
+        """Whether the owners by the newest map decide alone, and know."""
+        maps = [self.shards[name].strong_maps() for name in self.map_names]
+        return all(len(each) == 1 for each in maps) and len(set(maps)) == 1
+
+    @property
+    def map_names(self) -> list[str]:
+        return [shard.node for shard in self.map.shards]
+
+    def until(self, happened: Callable[[], bool], within_s: float = 60.0) -> None:
+        """Play on until ``happened``."""
+        give_up_at = self.now + within_s
+        while not happened():
+            assert self.now < give_up_at, [self.story(name) for name in self.names]
+            self.run(self.now + 0.05)
+
+    def adopt(self, ring_map: RingMap, names: str = "") -> None:
+        """All hear of a map, or only some."""
         self.map = ring_map
-        for name in self.names:
+        for name in names or self.names:
             if name in self.shards:
                 self._deliver(name, self._lives[name], RingChanged(ring_map))
 
@@ -148,7 +182,9 @@ class StrongWorld(Cluster):
             node_tenant=NODE_TENANT,
             origin_ms=1_700_000_000_000,
             limits=self.limits,
-            strong=StrongIdentity(self.strong[name].member, next(self.incarnations), self.draw.random),
+            strong=StrongIdentity(
+                self.strong[name].member, next(self.incarnations), self.draw.random, self.tombstone_age_s
+            ),
         )
 
     def _perform(self, node: str, effect: Effect) -> None:
@@ -256,7 +292,8 @@ class StrongClient:
     def act(self, keys: list[bytes], pace_s: float, count: int) -> None:
         if not count:
             return
-        key, node, epoch = self.draw.choice(keys), self.draw.choice(self.nodes), self.world.map.epoch
+        key, node = self.draw.choice(keys), self.draw.choice(self.nodes)
+        epoch = self.world.shards[node].ring.epoch  # as a client that has asked this node before
         order, value = self._order(key)
         invoked, answered = self.world.now, False
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm.errors import Corrupt
-from l3_shard.ballot import NO_BALLOT, Ballot, BallotError, Ballots
+from l3_shard.ballot import NO_BALLOT, STEPS_MAX, Ballot, BallotError, Ballots, round_of, version_of
 
 NAMES = st.text(min_size=1, max_size=4).filter(lambda name: "\0" not in name)
 BALLOTS = st.builds(
@@ -49,3 +49,21 @@ def test_a_restarted_proposer_does_not_reuse_a_ballot():
     """It has forgotten its counter; its incarnation is another."""
     before, after = Ballots("a", 1), Ballots("a", 2)
     assert {before.draw() for _ in range(9)}.isdisjoint({after.draw() for _ in range(9)})
+
+
+@given(BALLOTS, BALLOTS, st.integers(0, STEPS_MAX - 1), st.integers(0, STEPS_MAX - 1))
+def test_versions_of_a_round_lie_between_its_ballot_and_the_next_one(one, two, step, other):
+    version = version_of(one.code, step)
+    assert round_of(version) == one.code and version >= one.code
+    if one < two:
+        assert version < two.code
+    assert (version == version_of(one.code, other)) == (step == other)
+
+
+@given(st.binary(max_size=30))
+def test_other_bytes_are_no_version(version):
+    try:
+        code = round_of(version)
+    except Corrupt:
+        return
+    assert version == code or (version[:-1] == code and 0 < version[-1] < STEPS_MAX)

@@ -101,8 +101,7 @@ def test_a_full_disk_is_told_once_when_it_fills_and_once_when_there_is_room(tmp_
                 assert commits.disk_full
                 full.clear()
             commits.perform(persist(number))
-            assert commits._commit is not None
-            await commits._commit
+            await commits.idle()
         assert not commits.disk_full
         await commits.close()
 

@@ -194,15 +194,8 @@ def test_a_suspect_is_verified() -> None:
 
 
 def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again() -> None:
-    evictions: list[bool] = []
-
-    class Watched(DictStore):
-        def reserve(self, wants, holder, tenant, now, *, evict=True):
-            evictions.append(evict)
-            return super().reserve(wants, holder, tenant, now, evict=evict)
-
     async def main() -> None:
-        store = Watched()
+        store = DictStore()
         tier = BlockDisk(ScriptedFiles(dict(COPIES)), 64 << 20, store, time.monotonic)
         try:
             await eventually(lambda: tier.usage().state == "on")
@@ -211,8 +204,9 @@ def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again(
                 bytes(store.copies[KEYS[0]].buffer) == COPIES[KEYS[0]]
                 and store.copies[KEYS[0]].tenant == TENANT
             )
+            assert store.evicting == {False}
             await recalled(tier, KEYS[0])
-            assert evictions == [False, True] and tier.usage().promoted_count == 1
+            assert store.evicting == {False, True} and tier.usage().promoted_count == 1
         finally:
             await tier.close()
 
@@ -343,10 +337,10 @@ def test_what_is_evicted_above_before_its_turn_is_not_written(monkeypatch: pytes
     run(work, files)
 
 
-def test_the_end_does_not_wait_for_what_waits() -> None:
-    files = ScriptedFiles()
+def ending(files: ScriptedFiles, gate_opens: bool) -> DictStore:
+    """Publish everything to a disk that does not move, and end."""
 
-    async def main() -> None:
+    async def main() -> DictStore:
         store = DictStore()
         tier = BlockDisk(files, 64 << 20, store, time.monotonic)
         await eventually(lambda: tier.usage().state == "on")
@@ -355,11 +349,27 @@ def test_the_end_does_not_wait_for_what_waits() -> None:
         tier.stored(KEYS)
         closing = asyncio.ensure_future(tier.close())
         await asyncio.sleep(0)
-        files.gate.set()
+        if gate_opens:
+            files.gate.set()
         await closing
-        assert len(files.held) == 1 and all(copy.leases == 0 for copy in store.copies.values())
+        assert all(copy.leases == 0 for copy in store.copies.values())
+        return store
 
-    asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_an_orderly_end_writes_what_waits() -> None:
+    files = ScriptedFiles()
+    ending(files, gate_opens=True)
+    assert files.held == COPIES
+
+
+def test_the_end_does_not_wait_for_a_stuck_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FLUSH_S", 0.02)
+    monkeypatch.setattr(disk, "CLOSE_TIMEOUT_S", 0.02)
+    files = ScriptedFiles()
+    ending(files, gate_opens=False)
+    assert not set(files.held) - {KEYS[0]}
 
 
 def test_a_directory_that_cannot_be_read_switches_it_off(caplog: pytest.LogCaptureFixture) -> None:

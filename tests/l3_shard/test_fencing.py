@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,10 @@ from kvcomm.machine import Reply
 from kvcomm.wire.messages import (
     FENCE_MAX,
     MESSAGES,
+    BlockGet,
+    BlockHoldings,
+    BlockLookup,
+    BlockPut,
     Failure,
     LeafGet,
     Message,
@@ -35,16 +40,20 @@ from kvcomm.wire.messages import (
     StrongPrepare,
     StrongRead,
     StrongRegister,
+    StrongRemove,
+    StrongSettle,
     StrongState,
     TreeGet,
+    Want,
 )
 from l3_shard import acceptor
 from l3_shard.ballot import Ballot
 from l3_shard.proposer import apply
+from l3_shard.server import ShardService
 from l3_shard.shard import RingChanged
 from tests.l3_shard.cluster import NODE_TENANT, TENANT, Faults, ring_map
 from tests.l3_shard.strong_world import StrongWorld
-from tests.l3_shard.test_shard import Bench
+from tests.l3_shard.test_shard import Bench, origin
 
 
 def ballot(counter: int) -> bytes:
@@ -188,6 +197,53 @@ def test_no_smaller_fence_is_accepted_after_a_larger_one(seed: int) -> None:
     assert done and codes.get("fenced", 0) > 0, codes
 
 
+def put_all(world: StrongWorld, node: str, *fences: int, op: str = "put") -> list[str]:
+    """Changes that are asked for at the same moment; their codes, in that order."""
+    codes = ["unanswered"] * len(fences)
+
+    def told(index: int, answer: Message) -> None:
+        if isinstance(answer, StrongOutcomes):
+            codes[index] = answer.outcomes[0].code
+        else:
+            assert isinstance(answer, Failure)
+            codes[index] = answer.code
+
+    for index, fence in enumerate(fences):
+        value = b"%d" % fence if op == "put" else None
+        order = StrongOrder(b"k", op, b"", value, fence)
+        world.call(node, StrongChange(world.map.epoch, [order]), partial(told, index))
+    world.run(world.now + 10.0)
+    return codes
+
+
+def settled_world(seed: int) -> StrongWorld:
+    world = StrongWorld(seed, "abc", Faults(delay_s=0.002))
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_that_wait_for_one_record_are_fenced_among_each_other(seed: int) -> None:
+    """However many of them share a round, the largest fence is what the record remembers."""
+    world = settled_world(seed)
+    codes = put_all(world, "a", 1, 3, 2, 3, 0, 5, 4)
+    assert codes[5] == "" and "fenced" in codes
+    for node in "abc":
+        assert put_all(world, node, 4, 0) == ["fenced", "fenced"]
+    assert put_all(world, "b", 5) == [""]
+
+
+def test_what_a_deletion_leaves_behind_goes_only_without_a_fence() -> None:
+    """A record that was removed and begun anew would take the writes of every holder there ever was."""
+    world = settled_world(1)
+    assert put_all(world, "a", 5) == [""]
+    assert put_all(world, "a", 5, op="delete") == [""]
+    world.run(world.now + 7_200.0)
+    for node in "abc":
+        assert put_all(world, node, 4, 0) == ["fenced", "fenced"]
+    assert put_all(world, "a", 6) == [""]
+
+
 # -- ring epochs
 
 
@@ -208,22 +264,23 @@ STALE: list[Message] = [
     StrongChange(OLD, [StrongOrder(b"k", "put", b"", b"v")]),
     StrongPrepare(OLD, K, ballot(1)),
     StrongAccept(OLD, K, ballot(1), register(b"v", 0), b""),
+    StrongSettle(OLD, ring_map("abc"), [], b""),
+    StrongRemove(OLD, [1], [K], [ballot(1)], ballot(1)),
     StrongEnter(OLD, "b", 1, b""),
 ]
-NOT_FENCED = {
-    "BlockLookup": "blocks: l3_shard.server compares the epoch, and a copy in the wrong place is only room",
-    "BlockGet": "as BlockLookup",
-    "BlockPut": "as BlockLookup",
-    "BlockHoldings": "as BlockLookup",
-    "Welcome": "an answer",
-    "RingMap": "is itself what is compared",
-}
+STALE_BLOCKS: list[Message] = [
+    BlockLookup(OLD, [bytes(32)]),
+    BlockGet(OLD, [bytes(32)]),
+    BlockPut(OLD, [Want(bytes(32), 1_000)]),
+    BlockHoldings(OLD, "b", b"", 1),
+]
+NOT_REQUESTS = {"Welcome", "RingMap"}
 
 
 def test_every_message_with_an_epoch_is_in_the_table() -> None:
     """Hints and hand-offs travel as ``RecordReplicate``."""
     with_epoch = {kind.__name__ for kind in MESSAGES if "epoch" in kind.__struct_fields__}
-    assert with_epoch == {type(message).__name__ for message in STALE} | NOT_FENCED.keys()
+    assert with_epoch == {type(message).__name__ for message in STALE + STALE_BLOCKS} | NOT_REQUESTS
 
 
 @pytest.mark.parametrize("message", STALE, ids=lambda message: type(message).__name__)
@@ -238,6 +295,28 @@ def test_nothing_of_an_earlier_ring_epoch_is_done(message: Message) -> None:
     assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
     assert reply.message.code == StaleEpoch.code and reply.message.detail
     assert bench.shard.counts().stale_request_count == 1
+
+
+class _NoBlocks:
+    """Says that it answers everything, and can do nothing."""
+
+    def answers(self, message: Message) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("message", STALE_BLOCKS, ids=lambda message: type(message).__name__)
+def test_nothing_of_blocks_is_done_under_an_earlier_ring_epoch(message: Message) -> None:
+    """Neither when their payload begins to arrive nor when they are handled."""
+    bench = Bench()
+    bench.on(RingChanged(ring_map("abc", epoch=OLD + 1)))
+    nothing: Any = _NoBlocks()
+    service = ShardService(bench.shard, nothing, nothing, nothing)
+    for begin in (
+        lambda: service.sink(origin(), message, 1_000),
+        lambda: service.handle(origin(), message, [], nothing),
+    ):
+        with pytest.raises(StaleEpoch, match="epoch 1 is over, this is 2"):
+            begin()
 
 
 CALLERS = ("RecordGet", "RecordPut", "RecordScan", "StrongRead", "StrongChange")

@@ -130,3 +130,26 @@ def test_a_digest_tells_keys_and_states_apart():
 def test_a_leaf_is_the_sum_of_its_records():
     assert leaf_digest([]) == 0
     assert leaf_digest([DIGEST_MASK, 3]) == 2
+
+
+RECORDS = st.dictionaries(st.binary(min_size=1, max_size=3), st.integers(1, 3), max_size=80)
+
+
+def summed(records: dict[bytes, int]) -> MerkleTree:
+    leaves: dict[int, list[int]] = {}
+    for key, version in records.items():
+        leaves.setdefault(leaf_of(key), []).append(encoded_digest(key, b"%d" % version))
+    return tree_of({leaf: leaf_digest(digests) for leaf, digests in leaves.items()})
+
+
+@settings(max_examples=25, deadline=None)
+@given(RECORDS, RECORDS, st.integers(1, 300))
+def test_the_records_that_differ_are_those_of_a_naive_diff(
+    shared: dict[bytes, int], changed: dict[bytes, int], nodes_max: int
+):
+    """Descend to the leaves, then compare what lies in them; the naive way looks at every record."""
+    ours, theirs = shared, {key: version for key, version in shared.items() if key[0] % 5} | changed
+    naive = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    leaves, _ = compare(summed(ours), summed(theirs), nodes_max)
+    listed = {key for key in ours.keys() | theirs.keys() if leaf_of(key) in leaves}
+    assert {key for key in listed if ours.get(key) != theirs.get(key)} == naive

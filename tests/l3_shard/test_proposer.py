@@ -10,7 +10,7 @@ from kvcomm.wire.messages import (
     StrongState,
 )
 from l3_shard.acceptor import EMPTY, NOTHING, VERSIONS_MAX
-from l3_shard.ballot import NO_BALLOT, Ballot, Ballots
+from l3_shard.ballot import NO_BALLOT, Ballot, Ballots, version_of
 from l3_shard.proposer import (
     BACKOFF_MAX_S,
     Accept,
@@ -39,7 +39,7 @@ def theirs(counter: int) -> bytes:
 
 
 def proposal(order: StrongOrder = PUT) -> Proposal:
-    return Proposal(order, OWNERS, Ballots("a", 1))
+    return Proposal([order], OWNERS, Ballots("a", 1), looks=order.op == "read")
 
 
 def promised(ballot: bytes, state: StrongState = EMPTY) -> StrongPromised:
@@ -67,7 +67,7 @@ def test_a_put_prepares_then_has_its_register_accepted():
     register = StrongRegister([mine(1)], b"v")
     assert put.heard("c", promised(mine(1))) == Accept(mine(1), register, mine(2))
     assert put.heard("c", agreed()) is None
-    assert put.heard("b", agreed()) == Finished(StrongOutcome("", mine(1), None))
+    assert put.heard("b", agreed()) == Finished((StrongOutcome("", mine(1), None),))
     assert put.promise == Promise(mine(2), register)
 
 
@@ -105,7 +105,7 @@ def test_too_few_answers_are_told_apart_from_contention_and_nothing_was_changed(
     put.heard("a", promised(mine(1)))
     assert put.heard("b", DEAD) is None
     assert put.heard("c", DEAD) == Again(contended=False)
-    assert put.given_up("no majority").code == "unavailable"
+    assert put.given_up("no majority")[0].code == "unavailable"
 
 
 def test_a_change_that_was_sent_out_is_unknown_when_it_is_given_up():
@@ -113,7 +113,7 @@ def test_a_change_that_was_sent_out_is_unknown_when_it_is_given_up():
     put.begin()
     put.heard("a", promised(mine(1)))
     put.heard("b", promised(mine(1)))
-    assert put.given_up("time is up").code == "outcome_unknown"
+    assert put.given_up("time is up")[0].code == "outcome_unknown"
 
 
 def stuck(order: StrongOrder = PUT) -> Proposal:
@@ -136,7 +136,7 @@ def test_a_change_that_has_happened_meanwhile_is_confirmed_and_not_made_again():
     step = put.heard("c", promised(mine(6), carried_on))
     assert step == Accept(mine(6), carried_on.register, mine(7)), "the register stays as it is"
     put.heard("b", agreed())
-    assert put.heard("c", agreed()) == Finished(StrongOutcome("", mine(1), None))
+    assert put.heard("c", agreed()) == Finished((StrongOutcome("", mine(1), None),))
 
 
 def test_a_change_that_cannot_have_happened_is_made_again():
@@ -152,7 +152,7 @@ def test_a_change_that_nobody_can_tell_of_any_more_is_unknown():
     far = held(theirs(9), b"theirs", *versions)
     put.heard("b", promised(mine(6), far))
     step = put.heard("c", promised(mine(6), far))
-    assert isinstance(step, Finished) and step.outcome.code == "outcome_unknown"
+    assert isinstance(step, Finished) and step.outcomes[0].code == "outcome_unknown"
 
 
 def test_a_failed_cas_is_confirmed_before_it_is_told():
@@ -165,7 +165,11 @@ def test_a_failed_cas_is_confirmed_before_it_is_told():
     cas.heard("a", agreed())
     done = cas.heard("b", agreed())
     assert isinstance(done, Finished)
-    assert (done.outcome.code, done.outcome.version, done.outcome.value) == ("conflict", theirs(1), b"x")
+    assert (done.outcomes[0].code, done.outcomes[0].version, done.outcomes[0].value) == (
+        "conflict",
+        theirs(1),
+        b"x",
+    )
 
 
 def test_a_failed_cas_against_a_decided_register_is_told_at_once():
@@ -173,7 +177,7 @@ def test_a_failed_cas_against_a_decided_register_is_told_at_once():
     cas.begin()
     cas.heard("a", promised(mine(1), held(theirs(1), b"x")))
     done = cas.heard("b", promised(mine(1), held(theirs(1), b"x")))
-    assert isinstance(done, Finished) and done.outcome.code == "conflict"
+    assert isinstance(done, Finished) and done.outcomes[0].code == "conflict"
     assert cas.promise == Promise(mine(1), StrongRegister([theirs(1)], b"x"))
 
 
@@ -182,7 +186,7 @@ def test_a_read_only_looks_where_a_quorum_has_accepted_the_same():
     assert read.begin() == Prepare(NO_BALLOT)
     assert read.heard("a", promised(NO_BALLOT, held(theirs(2), b"x"))) is None
     done = read.heard("c", promised(NO_BALLOT, held(theirs(2), b"x")))
-    assert done == Finished(StrongOutcome("", theirs(2), b"x"))
+    assert done == Finished((StrongOutcome("", theirs(2), b"x"),))
 
 
 def test_a_read_that_meets_a_change_under_way_takes_its_turn():
@@ -191,7 +195,100 @@ def test_a_read_that_meets_a_change_under_way_takes_its_turn():
     read.heard("a", promised(NO_BALLOT, held(theirs(2), b"x")))
     assert read.heard("c", promised(NO_BALLOT, held(theirs(3), b"y"))) == Turn()
     assert read.heard("b", promised(NO_BALLOT, held(theirs(3), b"y"))) is None, "it is over with that round"
-    assert read.begin() == Prepare(mine(4))
+
+
+def test_changes_of_one_round_follow_each_other_and_are_accepted_at_once():
+    orders = [
+        StrongOrder(b"k", "cas", b"", b"1"),
+        StrongOrder(b"k", "cas", b"", b"2"),
+        StrongOrder(b"k", "put", b"", b"3"),
+        READ,
+        StrongOrder(b"k", "delete"),
+        StrongOrder(b"k", "put", b"", b"4"),
+    ]
+    batch = Proposal(orders, OWNERS, Ballots("a", 1))
+    batch.begin()
+    batch.heard("a", promised(mine(1)))
+    step = batch.heard("b", promised(mine(1)))
+    last = version_of(mine(1), 3)
+    assert step == Accept(mine(1), StrongRegister([last], b"4"), mine(2)), "one version a round is remembered"
+    batch.heard("a", agreed())
+    end = batch.heard("b", agreed())
+    assert isinstance(end, Finished)
+    told = [(outcome.code, outcome.version, outcome.value) for outcome in end.outcomes]
+    assert told == [
+        ("", mine(1), None),
+        ("conflict", mine(1), b"1"),
+        ("", version_of(mine(1), 1), None),
+        ("", version_of(mine(1), 1), b"3"),
+        ("", version_of(mine(1), 2), None),
+        ("", last, None),
+    ]
+    assert sorted({version for _, version, _ in told}) == [
+        mine(1),
+        *(version_of(mine(1), n) for n in (1, 2, 3)),
+    ]
+
+
+def test_each_change_of_a_round_that_has_happened_keeps_its_first_outcome():
+    """The round got through with the help of others; made again, its second order would succeed."""
+    orders = [StrongOrder(b"k", "cas", b"", b"1"), StrongOrder(b"k", "cas", b"", b"2")]
+    batch = Proposal(orders, OWNERS, Ballots("a", 1))
+    batch.begin()
+    batch.heard("a", promised(mine(1)))
+    batch.heard("b", promised(mine(1)))
+    batch.heard("a", agreed())
+    batch.heard("b", agreed(False, theirs(5)))
+    assert batch.heard("c", agreed(False, theirs(5))) == Again(contended=True)
+    batch.begin()
+    deleted = held(theirs(5), None, mine(1), theirs(5))
+    batch.heard("b", promised(mine(6), deleted))
+    end = batch.heard(
+        "c", promised(mine(6), deleted)
+    )  # a quorum has accepted the same: nothing is left to do
+    assert isinstance(end, Finished) and [outcome.code for outcome in end.outcomes] == ["", "conflict"]
+
+
+def test_an_order_that_nobody_waits_for_is_left_out_of_the_next_round():
+    batch = Proposal([PUT, StrongOrder(b"k", "put", b"", b"w")], OWNERS, Ballots("a", 1))
+    batch.begin()
+    assert batch.left(0, "late").code == "unavailable"
+    batch.drop(0)
+    batch.heard("a", promised(mine(1)))
+    step = batch.heard("b", promised(mine(1)))
+    assert isinstance(step, Accept) and step.register == StrongRegister([mine(1)], b"w")
+    assert batch.left(0, "late").code == "unavailable" and batch.left(1, "late").code == "outcome_unknown"
+
+
+def test_a_change_whose_record_may_have_been_removed_since_is_unknown():
+    put = stuck()
+    gone = StrongState(mine(6), NO_BALLOT, NOTHING, True)
+    put.heard("b", StrongPromised(True, gone, 1, {}, theirs(5)))
+    end = put.heard("c", StrongPromised(True, gone, 1, {}, NO_BALLOT))
+    assert isinstance(end, Finished) and end.outcomes[0].code == "outcome_unknown"
+
+
+def test_a_change_above_all_that_was_removed_may_be_made_again():
+    put = stuck()
+    gone = StrongState(mine(6), NO_BALLOT, NOTHING, True)
+    answer = StrongPromised(True, gone, 1, {}, Ballot(1, "A", 1).code)
+    assert put.heard("b", answer) is None
+    assert isinstance(put.heard("c", answer), Accept)
+
+
+def test_a_record_is_confirmed_without_writing_where_all_is_alike():
+    def confirm() -> Proposal:
+        looking = Proposal([StrongOrder(b"k", "confirm")], OWNERS, Ballots("a", 1), looks=True)
+        looking.begin()
+        looking.heard("a", promised(NO_BALLOT, held(theirs(2), b"x")))
+        return looking
+
+    same, more = (
+        held(theirs(2), b"x"),
+        StrongState(theirs(9), theirs(2), held(theirs(2), b"x").register, True),
+    )
+    assert isinstance(confirm().heard("b", promised(NO_BALLOT, same)), Finished)
+    assert confirm().heard("b", promised(NO_BALLOT, more)) == Turn(), "a promise that not all know of"
 
 
 def test_what_acceptors_learned_from_each_other_decides_nothing():

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import pytest
 
 from kvcomm.wire.messages import (
@@ -19,6 +20,7 @@ from kvcomm.wire.messages import (
     RecordStates,
     RecordVersions,
     RecordWrite,
+    Sibling,
     TreeGet,
 )
 from l3_shard import dvv
@@ -451,3 +453,57 @@ def test_a_peer_of_another_tenant_is_refused():
         cluster.call("a", message, answers.append)
     cluster.run(until=4.0)
     assert [isinstance(answer, Failure) and answer.code for answer in answers] == ["refused"] * 2
+
+
+# -- traffic (P6)
+
+
+class Metered(Cluster):
+    """Counts what shards say to each other."""
+
+    said_bytes = 0
+    swept_leaves = 512
+
+    def _request(
+        self,
+        node: str,
+        message: Message,
+        tenant: bytes,
+        then: Callable[[Message], None],
+        timeout_s: float,
+        reliable: bool,
+        asker: str = "",
+    ) -> None:
+        self.said_bytes += len(msgspec.msgpack.encode(message))
+
+        def answered(answer: Message) -> None:
+            self.said_bytes += len(msgspec.msgpack.encode(answer))
+            then(answer)
+
+        super()._request(node, message, tenant, answered, timeout_s, reliable, asker)
+
+
+def traffic(record_count: int, different_count: int) -> int:
+    """Bytes until three shards with these records are equal, of which one lacks some."""
+    cluster = Metered(1, repair=RepairOptions(interval_s=1e6))
+    for number in range(record_count):
+        state = RecordState({"written000.1": 1}, [Sibling("written000.1", 1, 1 << 56, b"v" * 64)])
+        for node in cluster.names:
+            if node != "b" or number >= different_count:
+                cluster.disks[node].records[TENANT + b"record/%05d" % number] = state
+    for node in cluster.names:
+        cluster.disks[node].notes[b"caught_up"] = b"1"
+        cluster.crash(node)
+    cluster.run(until=30.0)
+    assert equal(cluster) and len(cluster.disks["b"].records) == record_count
+    return cluster.said_bytes
+
+
+@pytest.mark.slow
+def test_traffic_grows_with_the_differences_and_not_with_the_records():
+    base = traffic(200, 0)
+    few, many = traffic(200, 5) - base, traffic(200, 50) - base
+    assert few > 0 and many < 1.5 * 10 * few, "ten times the differences"
+    assert many / 50 < 4_000, "a path of the tree, a leaf and a record each, to two shards"
+    assert traffic(1_600, 0) == base, "equal replicas find it out from one question each"
+    assert traffic(1_600, 50) - base < 1.5 * many, "eight times the records"

@@ -56,17 +56,17 @@ def old_promise() -> tuple[Proposal, Step | None]:
     """P has x's promise; x loses its disk and enters; Q decides with x and z under a smaller ballot; then y's
     promise reaches P."""
     x, y, z = Node(), Node(), Node()
-    p = Proposal(CREATE_P, GROUP, ballots_from("p", 10))
+    p = Proposal([CREATE_P], GROUP, ballots_from("p", 10))
     ask_p = p.begin()
     assert p.heard("x", x.promise(ask_p)) is None
     x.lose_and_enter("x", [y, z])
-    q = Proposal(CREATE_Q, GROUP, ballots_from("q", 5))
+    q = Proposal([CREATE_Q], GROUP, ballots_from("q", 5))
     ask_q = q.begin()
     q.heard("x", x.promise(ask_q))
     accept_q = q.heard("z", z.promise(ask_q))
     q.heard("x", x.accept(accept_q))
     decided = q.heard("z", z.accept(accept_q))
-    assert isinstance(decided, Finished) and decided.outcome.code == "", "Q has created the record"
+    assert isinstance(decided, Finished) and decided.outcomes[0].code == "", "Q has created the record"
     step = p.heard("y", y.promise(ask_p))
     if step is None:
         step = p.heard("z", z.promise(ask_p))
@@ -78,7 +78,7 @@ def old_promise() -> tuple[Proposal, Step | None]:
 
 def test_a_promise_from_before_a_lost_disk_does_not_create_a_record_twice():
     _, end = old_promise()
-    assert isinstance(end, Finished) and (end.outcome.code, end.outcome.value) == ("conflict", b"q")
+    assert isinstance(end, Finished) and (end.outcomes[0].code, end.outcomes[0].value) == ("conflict", b"q")
 
 
 def test_if_such_a_promise_counted_two_would_have_created_it(monkeypatch: pytest.MonkeyPatch):
@@ -86,23 +86,23 @@ def test_if_such_a_promise_counted_two_would_have_created_it(monkeypatch: pytest
     monkeypatch.setattr(quorum, "counted", everybody)
     monkeypatch.setattr(proposer, "counted", everybody)
     _, end = old_promise()
-    assert isinstance(end, Finished) and end.outcome.code == ""
+    assert isinstance(end, Finished) and end.outcomes[0].code == ""
 
 
 def learned_register() -> tuple[Step | None, Step | None]:
     """A's register is on y alone.  P has promises of x and z from before.  x loses its disk and learns A's
     register from y; a reader asks x and y; then P's register is accepted by x and z."""
     x, y, z = Node(), Node(), Node()
-    a = Proposal(CREATE_Q, GROUP, ballots_from("a", 3))
+    a = Proposal([CREATE_Q], GROUP, ballots_from("a", 3))
     ask_a = a.begin()
     a.heard("x", x.promise(ask_a))
     y.accept(a.heard("y", y.promise(ask_a)))
-    p = Proposal(CREATE_P, GROUP, ballots_from("p", 7))
+    p = Proposal([CREATE_P], GROUP, ballots_from("p", 7))
     ask_p = p.begin()
     p.heard("x", x.promise(ask_p))
     accept_p = p.heard("z", z.promise(ask_p))
     x.lose_and_enter("x", [y, z])
-    read = Proposal(StrongOrder(b"k", "read"), GROUP, ballots_from("r", 1))
+    read = Proposal([StrongOrder(b"k", "read")], GROUP, ballots_from("r", 1), looks=True)
     look = read.begin()
     read.heard("x", x.promise(look))
     seen = read.heard("y", y.promise(look))
@@ -113,7 +113,7 @@ def learned_register() -> tuple[Step | None, Step | None]:
 def test_a_register_that_was_only_learned_is_not_read_as_decided():
     seen, end = learned_register()
     assert isinstance(seen, Turn), "the reader has to have it accepted first"
-    assert isinstance(end, Finished) and end.outcome.code == ""
+    assert isinstance(end, Finished) and end.outcomes[0].code == ""
 
 
 def test_if_it_counted_as_a_vote_a_value_would_be_read_that_never_was(monkeypatch: pytest.MonkeyPatch):
@@ -125,7 +125,7 @@ def test_if_it_counted_as_a_vote_a_value_would_be_read_that_never_was(monkeypatc
 
     monkeypatch.setattr(acceptor, "learn", as_a_vote)
     seen, end = learned_register()
-    assert isinstance(seen, Finished) and seen.outcome.value == b"q"
-    assert isinstance(end, Finished) and end.outcome.code == "", (
+    assert isinstance(seen, Finished) and seen.outcomes[0].value == b"q"
+    assert isinstance(end, Finished) and end.outcomes[0].code == "", (
         "and P created the record where there was none"
     )

@@ -3,19 +3,21 @@ bug."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kvcomm import stateplane
+from kvcomm.chaos.campaign import WorkloadName, try_seed
 from kvcomm.chaos.cluster import Parts, shipped_shard
 from kvcomm.chaos.eventual import Ending, Replica
 from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Write
-from kvcomm.chaos.merging import MergingWorkload, check_merging
+from kvcomm.chaos.merging import MergingWorkload, check_merging, merging_plan
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import Result, simulate
 from kvcomm.chaos.swarm import draw_plan
+from kvcomm.chaos.watch import Violation
 from kvcomm.clock import Stamp
 from kvcomm.resolvers import Moment
 from kvcomm.resolvers.fields import FieldsDelta
@@ -30,7 +32,7 @@ from tests.sim.test_swarm import explain
 
 
 def lived(seed: int, parts: Parts | None = None) -> Result:
-    return simulate(draw_plan(seed), parts, workload=MergingWorkload)
+    return simulate(merging_plan(draw_plan(seed)), parts, workload=MergingWorkload)
 
 
 @pytest.mark.slow
@@ -42,13 +44,6 @@ def test_nothing_acknowledged_is_lost_and_nothing_counts_twice(first: int) -> No
         assert not result.violations, explain(result)
         done += sum(operation.outcome == "ok" for operation in result.history.operations())
     assert done > 300, "a cluster that refuses everything keeps every promise"
-
-
-@pytest.mark.slow
-def test_seed_58_an_element_seen_at_one_coordinator_is_removed_at_another() -> None:
-    """A write in between replaced what the client remembered of the record by what the second had seen."""
-    result = lived(58)
-    assert not result.violations, explain(result)
 
 
 class _JoinsOneSibling(Shard):
@@ -73,11 +68,15 @@ def broken_promises(parts: Parts) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_client_that_forgets_what_it_saw_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        stateplane, "_union", lambda *contexts: contexts[-1] if len(contexts) == 2 else contexts[1]
-    )
-    assert "came back" in {violation.promise for violation in lived(58).violations}
+def test_a_campaign_tries_the_workload_that_it_is_told_and_says_so() -> None:
+    mixed, merging = (try_seed("safety", 3, name) for name in WORKLOADS)
+    assert mixed.operation_count and merging.operation_count
+    broken = replace(merging, violations=[Violation("sum", "is off")])
+    assert "--workload merging --seed 3" in broken.report()
+    assert "--workload mixed --seed 3" in replace(mixed, violations=broken.violations).report()
+
+
+WORKLOADS: tuple[WorkloadName, ...] = ("mixed", "merging")
 
 
 # -- the judge by hand

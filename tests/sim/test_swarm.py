@@ -15,6 +15,7 @@ from kvcomm.chaos.simulation import Result
 from kvcomm.chaos.watch import Violation
 from tests.sim.planted import MASKED, PLANTED, SEEDS_MAX, STRONG, caught_at
 
+
 def explain(result: Result) -> str:
     world = json.dumps(result.plan.describe(), sort_keys=True)
     found = "\n".join(f"{violation.promise}: {violation.text}" for violation in result.violations[:10])

@@ -61,8 +61,8 @@ def disks_missing() -> str:
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
     with tempfile.TemporaryDirectory() as directory:
-        disk = Disk(Path(directory) / "image", Path(directory) / "mounted", size_mib=4)
         try:
+            disk = Disk(Path(directory) / "image", Path(directory) / "mounted", size_mib=4)
             disk.mount()
         except subprocess.CalledProcessError as error:
             return f"loop devices cannot be mounted here: {error.stderr.strip()}"
@@ -127,18 +127,18 @@ class Disk:
         try:
             yield
         finally:
-            self._thaw()
+            self.thaw()
+
+    def thaw(self) -> None:
+        if self._frozen:
+            self._frozen = False
+            _run("fsfreeze", "-u", str(self.mounted_at))
 
     def close(self) -> None:
-        if self._frozen:
-            self._thaw()
+        self.thaw()
         if self._mounted:
             _run("umount", "-l", str(self.mounted_at))  # the last user's end frees the device
             self._mounted = False
-
-    def _thaw(self) -> None:
-        _run("fsfreeze", "-u", str(self.mounted_at))
-        self._frozen = False
 
 
 def _run(*command: str) -> None:
@@ -278,8 +278,7 @@ class Lab(Cluster):
 
     def close(self) -> None:
         for disk in self.disks.values():
-            if disk._frozen:
-                disk._thaw()
+            disk.thaw()  # or its shard could not end
         with suppress(KVCommError):
             for node in Instance.open(self.name).nodes():
                 self._pids.add(node.pid)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvcomm import Namespace
-from kvcomm.block import BlockKey, Incarnation, block_keys
+from kvcomm.block import BlockKey, Incarnation, block_keys, verify_copy
 from kvcomm.client import Client
 from kvcomm.credentials import NODE_TENANT
 from kvcomm.embedded import Embedded
@@ -229,6 +229,26 @@ def test_blocks_outlive_the_memory_of_their_shard_and_its_process(tmp_path: Path
         after = cluster.restarted(before)
         eventually(lambda: state(after) == "on")
         eventually(lambda: fetched(kv, namespace) == kept)  # what was on the disk is there after a kill
+
+
+def test_a_kill_in_the_middle_of_writing_leaves_nothing_half(tmp_path: Path) -> None:
+    """Fault 15, disk: every file that is there afterwards is a whole copy, and what is served is verified."""
+    disk = tmp_path / "disk"
+    with cluster_with(tmp_path, copies=1, disk=disk) as cluster, cluster.client() as kv:
+        for life in range(3):
+            namespace = make_namespace(f"kill {life}", block_kib=256)
+            publish(kv, namespace, salt=life)
+            befores = [cluster.kill(node.node, signal.SIGKILL) for node in shards_of(cluster)]
+            for before in befores:
+                cluster.restarted(before)
+            eventually(lambda: all(state(node) == "on" for node in shards_of(cluster)))
+            assert not list(disk.rglob("*.part")), "what was cut short is removed at the start"
+            files = [path for path in disk.rglob("*") if len(path.name) == 64]
+            for path in files:
+                verify_copy(path.read_bytes(), BlockKey(bytes.fromhex(path.name)))
+            usage = sum(metric(node, "kvcomm_disk_blocks") for node in shards_of(cluster))
+            assert usage == len(files)
+            fetched(kv, namespace, salt=life)
 
 
 def written(node: NodeRecord) -> bool:

@@ -17,7 +17,7 @@ from tests.system.traffic import Traffic
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-BEFORE_ANSWERING = (
+EVENTUAL_STEPS = (
     "received RecordPut",
     "before persist records",
     "persisted records",
@@ -25,6 +25,9 @@ BEFORE_ANSWERING = (
     "after ask RecordReplicate",
     "received RecordReplicate",
     "before reply RecordVersions",
+    "before reply Done",
+)
+STRONG_STEPS = (
     "received StrongChange",
     "before persist promise",
     "persisted promise",
@@ -70,8 +73,9 @@ def kill_at_each(lab: Lab, steps: tuple[str, ...], name: str) -> None:
     traffic.judge()
 
 
-def test_fault_15_a_shard_killed_at_every_step_before_it_answers(lab: Lab) -> None:
-    kill_at_each(lab, BEFORE_ANSWERING, "fault-15")
+@pytest.mark.parametrize("steps", [EVENTUAL_STEPS, STRONG_STEPS], ids=["eventual", "strong"])
+def test_fault_15_a_shard_killed_at_every_step_before_it_answers(lab: Lab, steps: tuple[str, ...]) -> None:
+    kill_at_each(lab, steps, f"fault-15-{len(steps)}")
 
 
 def test_fault_17_a_shard_killed_right_after_it_answered(lab: Lab) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvcomm.client import Client
 from kvcomm.errors import Fenced, KVCommError
 from kvcomm.lease import LeaseHeld
 from tests.system.conftest import Cluster, eventually
+from tests.system.lab import WallClock, faketime_library
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -66,9 +69,12 @@ def voting(kv: Client) -> None:
 
 
 @contextmanager
-def holder(cluster: Cluster, name: str) -> Iterator[subprocess.Popen[str]]:
+def holder(
+    cluster: Cluster, name: str, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", HOLDER, str(cluster.config), cluster.instance.name, name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **(variables or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -77,17 +83,17 @@ def holder(cluster: Cluster, name: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=30)
 
 
-def test_a_holder_that_stood_still_cannot_write_after_its_successor(cluster: Cluster, kv: Client) -> None:
-    """Fault 21: SIGSTOP, a new holder, SIGCONT: the old one's writes are refused, and it is told."""
-    with holder(cluster, "stopped") as old:
+def stop_and_succeed(cluster: Cluster, kv: Client, name: str, variables: Mapping[str, str]) -> None:
+    """A holder stands still, is followed, and goes on."""
+    with holder(cluster, name, variables) as old:
         assert old.stdout is not None
         assert old.stdout.readline() == "held 1\n"
         while old.stdout.readline() != "wrote\n":
             pass
         with pytest.raises(LeaseHeld):
-            kv.lease("stopped", TTL_S).acquire(deadline_s=0.5)
+            kv.lease(name, TTL_S).acquire(deadline_s=0.5)
         old.send_signal(signal.SIGSTOP)
-        lease, strong = kv.lease("stopped", TTL_S), kv.strong("stopped")
+        lease, strong = kv.lease(name, TTL_S), kv.strong(name)
         with lease.held(deadline_s=20):
             assert lease.epoch == 2
             mine = strong.put("k", b"new", fence=lease)
@@ -98,6 +104,23 @@ def test_a_holder_that_stood_still_cannot_write_after_its_successor(cluster: Clu
         assert lines[-4:] == ["lost", "refused", "refused", "refused"], lines
         assert "wrote late" not in lines
         assert mine.fence == 2
+
+
+def test_a_holder_that_stood_still_cannot_write_after_its_successor(cluster: Cluster, kv: Client) -> None:
+    """Fault 21: SIGSTOP, a new holder, SIGCONT: the old one's writes are refused, and it is told."""
+    stop_and_succeed(cluster, kv, "stopped", {})
+
+
+@pytest.mark.skipif(faketime_library() is None, reason="libfaketime is not installed")
+@pytest.mark.parametrize("skew_s", [288, -288])
+def test_nor_one_whose_wall_clock_is_wrong(cluster: Cluster, kv: Client, tmp_path: Path, skew_s: int) -> None:
+    """Fault 26: no lease goes by a wall clock."""
+    clock = WallClock(tmp_path / "clock")
+    clock.set(skew_s)
+    try:
+        stop_and_succeed(cluster, kv, f"skewed{skew_s}", clock.variables())
+    finally:
+        clock.close()
 
 
 def test_epochs_grow_over_releases_deletes_and_restarts(cluster: Cluster, kv: Client) -> None:

@@ -64,7 +64,7 @@ def test_every_class_by_the_blocking_face(kv: Client) -> None:
     pose.put("r1", "x", b"1")
     pose.put_many({"r1": {"y": b"2", "z": b"3"}})
     pose.remove("r1", "x")
-    assert pose.get_fields("r1") == {"y": b"2", "z": b"3"}
+    assert pose.get("r1").value == {"y": b"2", "z": b"3"}
     kv.maximum("seen").offer_many({"step": 7, "loss": 0.5})
     kv.maximum("seen").offer("step", 3)
     assert kv.maximum("seen").get("step").value == 7
@@ -89,7 +89,7 @@ async def _asynchronous(cluster: Cluster) -> None:
         found = await kv.set("together").get_many(["k", "l"])
         assert {key: each.value for key, each in found.items()} == {"k": {b"2"}, "l": {b"3"}}
         await kv.map("together").put("k", "f", b"v")
-        assert await kv.map("together").get_fields("k") == {"f": b"v"}
+        assert (await kv.map("together").get("k")).value == {"f": b"v"}
         await kv.maximum("together").offer("k", 4)
         await kv.minimum("together").offer("k", -4)
         assert (await kv.maximum("together").get("k")).value == 4

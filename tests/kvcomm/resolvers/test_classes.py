@@ -91,15 +91,15 @@ def test_fields_are_written_by_themselves() -> None:
     first = MAP.apply([], put(b"1", field=b"a"), moment("A", 1))
     mine = MAP.apply([first], put(b"2", field=b"b"), moment("A", 2, {"A": 1}))
     theirs = MAP.apply([first], put(b"3", field=b"c"), moment("B", 1, {"A": 1}))
-    assert MAP.show([mine, theirs]) == {b"a": b"1", b"b": b"2", b"c": b"3"}
+    assert MAP.show([mine, theirs]) == {"a": b"1", "b": b"2", "c": b"3"}
 
 
 def test_the_latest_of_concurrent_puts_of_a_field_is_shown_and_an_older_stamp_wins_nothing_causally() -> None:
     one = MAP.apply([], put(b"late"), moment("A", 9))
     two = MAP.apply([], put(b"early"), moment("B", 1))
-    assert MAP.show([one, two]) == {b"x": b"late"}
+    assert MAP.show([one, two]) == {"x": b"late"}
     after = MAP.apply([one, two], put(b"after"), moment("B", 2, {"A": 9, "B": 1}))
-    assert MAP.show([after, one, two]) == {b"x": b"after"}
+    assert MAP.show([after, one, two]) == {"x": b"after"}
 
 
 def test_one_write_with_two_values_is_corrupt() -> None:
@@ -166,3 +166,13 @@ def test_a_record_has_a_bounded_number_of_fields_and_can_always_shrink() -> None
         SET.apply([full, other], remove(b"x", b"y"), moment("A", 2, {"A": 1, "B": 1}, {"C": 9}))
     with pytest.raises(ValueError, match="length"):
         SET.encode_delta(FieldsDelta(dict.fromkeys([*many, b"x"], b"")))
+
+
+def test_names_of_fields_are_text() -> None:
+    with pytest.raises(ValueError, match="utf-8"):
+        MAP.encode_delta(FieldsDelta({b"\xff": b""}))
+    with pytest.raises(Refused, match="utf-8"):
+        MAP.apply([], SET.encode_delta(FieldsDelta({}, [b"\xff"])), moment("A", 1))
+    written = MAP.apply([], put(b"v", field=b"\x7f"), moment("A", 1))
+    with pytest.raises(Corrupt, match="utf-8"):
+        MAP.show([written.replace(b"\x7f", b"\xff")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -158,6 +159,20 @@ def test_flipped_bytes_are_corrupt_or_another_canonical_value(name: str) -> None
             except Corrupt:
                 corrupt += 1
     assert corrupt > len(whole)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_no_bytes_at_all_are_more_than_corrupt(name: str) -> None:
+    resolver = RESOLVERS[name]
+
+    @given(st.binary(max_size=40))
+    @settings(max_examples=100)
+    def holds(body: bytes) -> None:
+        value = name.encode() + b"\x01" + body
+        with suppress(Corrupt):
+            assert resolver.join([value]) == value
+
+    holds()
 
 
 def test_the_class_is_the_first_part_of_the_name() -> None:

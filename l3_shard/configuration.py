@@ -1,0 +1,122 @@
+"""``Configuration``: whose majorities decide strong records while the ring changes.
+
+A configuration is the *settled* map and the *pending* ones, by epoch.  A quorum needs a majority of a
+record's owners by every one of them.  Configurations only move forward, each node's by itself::
+
+    {1}  ──a map with other owners──►  {1, 4}  ──its owners have everything──►  {4}
+      └────────── another one on top ──►  {1, 4, 7}  ────────────────────────────►  {7}
+
+and a vote is given only to a proposer with the very same configuration.  Why and how they move is in
+``l3_shard.settling``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from kvcomm.errors import Corrupt
+from kvcomm.wire.messages import RingMap, StrongSettle
+from l3_shard.quorum import Quorum
+from l3_shard.ring import Ring, RingError
+
+PENDING_MAX = 3
+"""Maps that may be pending at once; a newer one waits."""
+_decoder = msgspec.msgpack.Decoder(StrongSettle)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """See the module.  ``pending`` are ordered, and above ``settled``."""
+
+    settled: Ring
+    pending: tuple[Ring, ...] = ()
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        return (self.settled, *self.pending)
+
+    @property
+    def target(self) -> Ring:
+        """The map that is to be the settled one."""
+        return self.pending[-1] if self.pending else self.settled
+
+    @property
+    def maps(self) -> tuple[int, ...]:
+        """Epochs of all: two configurations with the same ones are the same."""
+        return (self.settled.epoch, *(ring.epoch for ring in self.pending))
+
+    @property
+    def names(self) -> list[str]:
+        """Of all shards in any of the maps, sorted."""
+        return sorted({name for ring in self.rings for name in ring.names})
+
+    def quorum(self, name: bytes) -> Quorum:
+        """Of the record ``name``."""
+        groups = [self.settled.replicas(name)]
+        for ring in self.pending:
+            owners = ring.replicas(name)
+            if all(set(owners) != set(group) for group in groups):
+                groups.append(owners)
+        return Quorum(tuple(groups), self.maps)
+
+    def owned_by(self, node: str, name: bytes) -> bool:
+        return any(node in ring.replicas(name) for ring in self.rings)
+
+    def merged(self, other: Configuration) -> Configuration:
+        """What a node knows that has heard of both: the newest settled map, and all maps pending above it."""
+        settled = max(self.settled, other.settled, key=lambda ring: ring.epoch)
+        above = {ring.epoch: ring for ring in (*other.pending, *self.pending) if ring.epoch > settled.epoch}
+        return Configuration(settled, tuple(above[epoch] for epoch in sorted(above)))
+
+    def reaching(self, ring: Ring) -> Configuration:
+        """With one map more to settle, if that is newer than all and puts records elsewhere."""
+        newer = ring.epoch > self.target.epoch and ring.placement != self.target.placement
+        if not newer or len(self.pending) >= PENDING_MAX:
+            return self
+        return Configuration(self.settled, (*self.pending, ring))
+
+    def to_message(self, epoch: int, floor: bytes) -> StrongSettle:
+        pending = [ring.to_map() for ring in self.pending]
+        return StrongSettle(epoch, self.settled.to_map(), pending, floor)
+
+
+def from_maps(settled: RingMap, pending: Sequence[RingMap], known: Iterable[Ring] = ()) -> Configuration:
+    """The configuration that another node told; ``known`` are rings that need not be made again.
+
+    Raises:
+        Corrupt: it is none.
+    """
+    epochs = [settled.epoch, *(ring.epoch for ring in pending)]
+    if any(older >= newer for older, newer in pairwise(epochs)):
+        raise Corrupt(f"not a configuration: its epochs are {epochs}")
+    try:
+        made = {ring.epoch: ring for ring in known}
+        rings = [_ring(ring_map, made.get(ring_map.epoch)) for ring_map in (settled, *pending)]
+        return Configuration(rings[0], tuple(rings[1:]))
+    except RingError as error:
+        raise Corrupt(f"not a configuration: {error}") from error
+
+
+def _ring(ring_map: RingMap, known: Ring | None) -> Ring:
+    return known if known is not None and known.to_map() == ring_map else Ring.from_map(ring_map)
+
+
+def encode(message: StrongSettle) -> bytes:
+    """As it travels in the detail of a failure."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(detail: bytes) -> StrongSettle:
+    """The inverse of :func:`encode`.
+
+    Raises:
+        Corrupt: it is something else.
+    """
+    try:
+        return _decoder.decode(detail)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"not a configuration: {error}") from error

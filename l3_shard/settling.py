@@ -1,0 +1,332 @@
+"""``Settling``: moves the configuration of strong records on when the ring gives them other owners.
+
+The owners of the settled map decide alone until the owners of the next one have everything that was decided.
+Every voter walks through this by itself, from whatever its membership says when it starts::
+
+    settled ──a newer map puts records elsewhere──► fencing ──majorities have the same──► scanning
+       ▲                                                                                      │
+       └──────── majorities of all old groups have confirmed theirs too ◄── confirmed ◄───────┘
+
+* **Fencing.**  The map is added to the pending ones, durably, and told to all others (``StrongSettle``), who
+  take it up, durably, before they answer.  An acceptor votes only for proposers with the very same
+  configuration, and proposers need majorities by all of its maps.
+* **Scanning.**  Every record that this shard has is confirmed (``changing.confirm``): what it holds, and the
+  highest ballot promised for it, become known to a quorum of the whole configuration.  How far this went is
+  durable page by page.
+* **Confirmed.**  When a majority of every group of owners, by every map but the last, has confirmed its
+  records under this configuration, the last map is the settled one.  Whoever finds that out tells all others.
+
+**Why nothing decided is lost.**  Say the configuration is G before and G + t with the map t.  A proposer that
+does not know of t has a quorum in one of the groups of G that a record has; it shares an acceptor x with the
+majority that was fenced there.  x voted for it before it was fenced, for afterwards it refuses.  Confirming
+begins after the fence, and all that was voted for before the fence by those who confirm is in their scan;
+what was decided was voted for by a majority of the group, and those who confirmed are one too, so one of them
+scans the record.  Its round asks a majority of that group: either that has the vote, or its promise forbids
+it, as always between two ballots (Rystsov 2018, section 2.3); a ballot promised under G is below one that a
+majority of t's owners promises in that round, so a vote from G that turns up later is too old.  Proposers
+that know of t have majorities of t's owners in their quorums from the start.
+
+**Why no two settle differently.**  Two nodes that add two maps fence majorities of the same groups, so one of
+them learns of the other's map at the shared acceptor, and from then on has both in its configuration; the
+greater one is settled, with the other's owners fenced too.  Confirmations count only among equal
+configurations.  A node that slept through all of it has a configuration that a majority refuses, and learns
+the newer one from the refusal.
+
+The price: for the moments in which two nodes have different configurations, rounds between them are refused
+and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvcomm.errors import Corrupt, KVCommError, Unavailable
+from kvcomm.machine import Origin, Ticket
+from kvcomm.wire.messages import Failure, Message, StrongOutcome, StrongSettle, StrongSettling
+from l3_shard.ballot import NO_BALLOT, counter_of
+from l3_shard.configuration import Configuration, decode
+from l3_shard.desk import Desk
+from l3_shard.entering import MEMBERSHIP_KEY, TENANT_BYTES, Entering
+from l3_shard.quorum import majority
+from l3_shard.ring import Ring
+from l3_shard.storage import Scan, Scanned
+
+PAGE_KEYS = 64
+"""Records that are confirmed before the progress is written."""
+RETRY_S = 0.2
+
+Confirm = Callable[[bytes, Callable[[StrongOutcome], None]], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """What another voter said last."""
+
+    maps: tuple[int, ...] = ()
+    confirmed: tuple[int, ...] = ()
+    busy: bool = False
+    asked_at: float = float("-inf")
+
+
+class Settling:
+    """See the module.
+
+    Args:
+        confirm: starts to confirm one record; raises ``KVCommError`` when that cannot begin.
+        ring: the newest.
+        refused: hears of every ``Failure`` that a peer answered.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        membership: Entering,
+        confirm: Confirm,
+        *,
+        node: str,
+        ring: Callable[[], Ring],
+        refused: Callable[[Message], None],
+    ) -> None:
+        self.confirmed_count = 0
+        """Records, since start."""
+        self._desk, self._membership, self._confirm = desk, membership, confirm
+        self._node, self._ring, self._refused = node, ring, refused
+        self._peers: dict[str, _Peer] = {}
+        self._scan: Ticket | None = None
+        self._open_count = 0
+        """Records of the page that are being confirmed, and the page itself."""
+        self._failed = False
+        self._page_at = float("-inf")
+        self._quiet: tuple[Configuration, Ring] | None = None
+        self._fence: tuple[tuple[int, ...], bool] = ((), False)
+        """For which configuration our own fence is ordered, and whether it is durable."""
+
+    # -- our own way
+
+    def wake(self) -> None:
+        """Do what is due."""
+        if self._is_quiet() or not self._membership.votes:
+            return
+        known = self._membership.configuration
+        assert known is not None, "a voter has one"
+        reaching = known.reaching(self._ring())
+        if reaching is not known:
+            self._take_up(reaching)
+            known = reaching
+        if not known.pending:
+            self._quiet = (known, self._ring())
+            return
+        self._fence_ourselves(known)
+        for node in known.names:
+            peer = self._peers.setdefault(node, _Peer())
+            if node != self._node and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S:
+                self._tell(node, peer)
+        if self._has_all(known) and self._enough(known, self._has_confirmed):
+            self._membership.settle(known.maps)
+            self._tell_all()
+        elif self._may_scan(known) and self._desk.now >= self._page_at + RETRY_S:
+            self._begin_page(known)
+
+    def deadline(self) -> float | None:
+        """When to :meth:`wake` next."""
+        known = self._membership.configuration
+        if self._is_quiet() or known is None or not self._membership.votes:
+            return None
+        if known.reaching(self._ring()) is not known:
+            return self._desk.now
+        if not known.pending:
+            return None
+        waits = [
+            peer.asked_at + RETRY_S
+            for node, peer in self._peers.items()
+            if not peer.busy and node != self._node and node in known.names
+        ]
+        if self._may_scan(known):
+            waits.append(self._page_at + RETRY_S)
+        return max(self._desk.now, min(waits)) if waits else self._desk.now + RETRY_S
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing has changed since there was nothing to do: this is asked at every event."""
+        if self._quiet is None:
+            return False
+        known, ring = self._quiet
+        return known is self._membership.configuration and ring is self._ring()
+
+    def _fence_ourselves(self, known: Configuration) -> None:
+        """Our own answer to what we ask the others."""
+        if self._fence[0] != known.maps:
+            self._fence = (known.maps, False)
+            self._membership.take_up(known, NO_BALLOT, partial(self._fenced, known.maps))
+
+    def _fenced(self, maps: tuple[int, ...], error: KVCommError | None) -> None:
+        if self._fence[0] == maps:
+            self._fence = (maps, True) if error is None else ((), False)
+
+    def _take_up(self, configuration: Configuration) -> None:
+        self._membership.take_up(configuration, NO_BALLOT, lambda error: None)
+
+    def _tell(self, node: str, peer: _Peer) -> None:
+        known = self._membership.configuration
+        assert known is not None
+        peer.busy, peer.asked_at = True, self._desk.now
+        message = known.to_message(self._ring().epoch, self._membership.floor)
+        self._desk.ask(node, message, partial(self._told, node, peer))
+
+    def _tell_all(self) -> None:
+        for node, peer in self._peers.items():
+            if node != self._node and not peer.busy:
+                self._tell(node, peer)
+
+    def _told(self, node: str, peer: _Peer, answer: Message) -> None:
+        peer.busy = False
+        if not isinstance(answer, StrongSettling):
+            self._refused(answer)
+            return
+        try:
+            self._learn(answer)
+        except Corrupt:
+            return
+        peer.maps = (answer.settled.epoch, *(ring.epoch for ring in answer.pending))
+        peer.confirmed = tuple(answer.confirmed)
+
+    def _learn(self, told: StrongSettle | StrongSettling) -> None:
+        if told.floor != NO_BALLOT:
+            counter_of(told.floor)
+        configuration = self._membership.configuration_of(told.settled, told.pending)
+        if self._membership.votes:
+            self._membership.take_up(configuration, told.floor, lambda error: None)
+
+    def _enough(self, known: Configuration, has: Callable[[str, Configuration], bool]) -> bool:
+        """A majority of every group of owners, by every map but the one to be settled."""
+        return all(
+            sum(has(node, known) for node in group) >= majority(group)
+            for ring in known.rings[:-1]
+            for group in ring.groups()
+        )
+
+    def _has_fence(self, node: str, known: Configuration) -> bool:
+        if node == self._node:
+            return self._fence == (known.maps, True)
+        return node in self._peers and self._peers[node].maps == known.maps
+
+    def _has_confirmed(self, node: str, known: Configuration) -> bool:
+        if node == self._node:
+            return self._has_all(known)
+        return node in self._peers and self._peers[node].confirmed == known.maps
+
+    # -- our records
+
+    def _has_all(self, known: Configuration) -> bool:
+        return self._membership.confirmed == known.maps and self._membership.cursor is None
+
+    def _may_scan(self, known: Configuration) -> bool:
+        idle = self._open_count == 0 and not self._has_all(known)
+        return idle and self._enough(known, self._has_fence)
+
+    def _begin_page(self, known: Configuration) -> None:
+        goes_on = self._membership.confirmed == known.maps
+        after = (self._membership.cursor or b"") if goes_on else b""
+        self._open_count, self._failed, self._page_at = 1, False, self._desk.now
+        self._scan = self._desk.ticket()
+        self._desk.order(Scan(self._scan, b"", after, PAGE_KEYS, "strong"))
+
+    def scanned(self, event: Scanned) -> bool:
+        """Storage answered a ``Scan``; False = it is not ours."""
+        if event.ticket != self._scan:
+            return False
+        self._scan, known = None, self._membership.configuration
+        assert known is not None
+        self._failed = bool(event.failure)
+        over = partial(self._page_over, known.maps, event.resume)
+        keys = [key for key in event.keys if key != MEMBERSHIP_KEY]
+        keys = [key for key in keys if known.owned_by(self._node, key[TENANT_BYTES:])]
+        self._open_count += len(keys)
+        for key in keys:
+            try:
+                self._confirm(key, partial(self._was_confirmed, over))
+            except KVCommError:
+                self._was_confirmed(over, StrongOutcome(Unavailable.code, b"", None))
+        self._count_down(over)
+        return True
+
+    def _was_confirmed(self, over: Callable[[], None], outcome: StrongOutcome) -> None:
+        self._failed |= bool(outcome.code)
+        self.confirmed_count += not outcome.code
+        self._count_down(over)
+
+    def _count_down(self, over: Callable[[], None]) -> None:
+        self._open_count -= 1
+        if not self._open_count:
+            over()
+
+    def _page_over(self, maps: tuple[int, ...], resume: bytes | None) -> None:
+        """A page counts when all of it was confirmed under one configuration, the one that we still have."""
+        if self._failed or maps != self._membership.maps:
+            return
+        self._open_count = 1
+        self._membership.progress(maps, resume, self._noted)
+
+    def _noted(self, error: KVCommError | None) -> None:
+        self._open_count = 0
+        self._page_at = float("-inf") if error is None else self._desk.now
+        self._tell_all()
+
+    # -- others
+
+    def settle(self, origin: Origin, message: StrongSettle) -> None:
+        """Another voter told its configuration.
+
+        Raises:
+            Unavailable: we are no voter.
+            Corrupt: it is no configuration.
+        """
+        if not self._membership.votes:
+            self._membership.hear_of(self._membership.configuration_of(message.settled, message.pending))
+            raise Unavailable(f"{self._node} does not vote on strong records (yet)")
+        if message.floor != NO_BALLOT:
+            counter_of(message.floor)
+        configuration = self._membership.configuration_of(message.settled, message.pending)
+        request = self._desk.open(origin, 1)
+        request.expire = partial(self._desk.close, request, Unavailable("the disk was too slow; ask again"))
+
+        def taken(error: KVCommError | None) -> None:
+            if request.open:
+                self._desk.close(request, error or self._settling())
+
+        self._membership.take_up(configuration, message.floor, taken)
+
+    def _settling(self) -> StrongSettling:
+        known, membership = self._membership.configuration, self._membership
+        assert known is not None
+        told = known.to_message(0, membership.floor)
+        confirmed = list(known.maps) if known.pending and self._has_all(known) else []
+        return StrongSettling(told.settled, told.pending, told.floor, confirmed, dict(membership.entries))
+
+    def differs(self, node: str, answer: Failure) -> None:
+        """``node`` refused a vote, for it has another configuration, which its answer tells."""
+        try:
+            told = decode(answer.detail)
+            self._learn(told)
+        except Corrupt:
+            return
+        if (told.settled.epoch, *(ring.epoch for ring in told.pending)) == self._membership.maps:
+            return
+        peer = self._peers.setdefault(node, _Peer())
+        if self._membership.votes and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S / 10:
+            self._tell(node, peer)
+
+    # -- looking inside
+
+    def story(self) -> str:
+        """How far it is, for a person."""
+        known = self._membership.configuration
+        if known is None or not known.pending:
+            return "settled"
+        fenced = sorted(node for node in known.names if node in self._peers and self._has_fence(node, known))
+        done = sorted(
+            node for node in known.names if node in self._peers and self._has_confirmed(node, known)
+        )
+        at = self._membership.cursor if self._membership.confirmed == known.maps else b""
+        return f"settling {list(known.maps)}: fenced by {fenced}, confirmed by {done}, ours up to {at!r}"

@@ -1,0 +1,169 @@
+"""Damaged strong records: their acceptor gets them back from the others before it votes on them again."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from kvcomm.wire.messages import StrongEnter
+from l3_shard import acceptor, healing
+from l3_shard.entering import MEMBERSHIP_KEY
+from tests.l3_shard.cluster import TENANT, Faults
+from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
+from tests.l3_shard.test_strong import calm, change, done
+
+KEY = TENANT + b"k"
+
+
+def damage(world: StrongWorld, node: str, key: bytes = KEY) -> None:
+    """Flip a bit on the disk; the node finds out when it reads it next."""
+    world.strong[node].damaged.add(key)
+    world.crash(node)
+
+
+def healed(world: StrongWorld, node: str) -> bool:
+    return not world.strong[node].damaged
+
+
+def test_a_damaged_record_is_filled_by_the_others_and_its_acceptor_votes_on_it_again():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b")
+    assert done(world, "a", "put", b"2").code == ""
+    world.until(lambda: healed(world, "b"))
+    world.run()
+    assert world.shards["b"].strong_counts().healed_count == 1
+    world.isolate("a")
+    assert done(world, "b", "read").value == b"2"
+    assert done(world, "c", "put", b"3").code == ""
+
+
+def test_it_does_not_vote_on_it_until_enough_others_have_told():
+    """The only other one that is left never had the record: together they would have forgotten it."""
+    world = calm()
+    world.isolate("c")
+    done(world, "a", "put", b"1")  # on a and b
+    world.run()
+    world.cuts.clear()
+    damage(world, "b")
+    world.isolate("a")
+    assert done(world, "c", "read").code == "unavailable"
+    world.run(world.now + 3)
+    assert not healed(world, "b")
+    world.cuts.clear()
+    world.until(lambda: healed(world, "b"))
+    world.isolate("a")
+    assert done(world, "c", "read").value == b"1"
+
+
+def test_meanwhile_it_votes_on_all_others():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b", TENANT + b"other")
+    world.isolate("c")
+    change(world, "b", "read")
+    assert done(world, "a", "put", b"2").code == ""
+    assert world.shards["b"].strong_counts().votes
+
+
+def test_what_nobody_else_has_is_nothing():
+    """Accepted here alone: it was never decided."""
+    world = calm()
+    world.strong["b"].states[KEY] = world.strong["b"].states[MEMBERSHIP_KEY]
+    damage(world, "b")
+    assert done(world, "a", "put", b"1").code == ""
+    world.until(lambda: healed(world, "b"))
+    world.isolate("c")
+    assert done(world, "b", "read").value == b"1"
+
+
+def test_a_damaged_membership_is_entered_again():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b", MEMBERSHIP_KEY)
+    world.run(world.now + 0.1)
+    assert not world.shards["b"].strong_counts().votes
+    world.settle()
+    world.isolate("a")
+    assert done(world, "c", "read").value == b"1"
+
+
+def test_votes_from_before_the_damage_are_not_counted_once_the_new_entry_is_known():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    entries = []
+    ask = world._ask
+
+    def noting(source, node, message, *rest):
+        if isinstance(message, StrongEnter):
+            entries.append((source, message.entry, list(message.keys or [])))
+        ask(source, node, message, *rest)
+
+    world._ask = noting  # type: ignore[method-assign]
+    damage(world, "b")
+    change(world, "b", "read")
+    world.until(lambda: healed(world, "b"))
+    assert set(map(str, entries)) == {str(("b", 2, [KEY]))}
+
+
+def rotting(seed: int) -> tuple[StrongWorld, History]:
+    draw = random.Random(seed)
+    faults = Faults(delay_s=draw.choice((0.02, 0.1, 0.3)), disk_s=draw.choice((0.001, 0.05)))
+    world = StrongWorld(seed, "abc", faults, twice=draw.choice((0, 0.3)), write=1)
+    world.settle()
+    history = History()
+    keys = [b"key/%d" % index for index in range(2)]
+    for client in range(4):
+        StrongClient(world, history, seed * 31 + client).act(keys, 0.2, 20)
+
+    def rot() -> None:
+        """At one node after the other: what two of three have forgotten is gone."""
+        if all(healed(world, name) for name in "abc") and all(map(calm_now, "abc")):
+            node = draw.choice("abc")
+            world.strong[node].damaged.update(TENANT + key for key in keys)
+            world.crash(node)
+
+    def calm_now(name: str) -> bool:
+        return world.shards[name].strong_counts().votes
+
+    for _ in range(6):
+        world.after(draw.uniform(0, 5), rot)
+        world.after(draw.uniform(0, 5), partial(world.isolate, draw.choice("abc")))
+        world.after(draw.uniform(0, 6), world.cuts.clear)
+    world.run(7.0)
+    world.cuts.clear()
+    for client in range(2):
+        StrongClient(world, history, client).act(keys, 0.2, 8)
+    world.run(world.now + 20)
+    return world, history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_histories_stay_linearizable_while_bits_flip(seed: int):
+    _, history = rotting(seed)
+    history.check()
+    assert history.outcomes.get("done", 0) > 20
+
+
+@pytest.mark.slow
+def test_healing_from_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The bug planted: a damaged record is taken for one that was never there."""
+    monkeypatch.setattr(healing, "informed", lambda groups, node, told: True)
+    monkeypatch.setattr(acceptor, "learn", lambda state, other: state)
+    assert any(_violates(seed) for seed in range(40))
+
+
+def _violates(seed: int) -> bool:
+    _, history = rotting(seed)
+    try:
+        history.check()
+    except Violation:
+        return True
+    return False

@@ -1,0 +1,215 @@
+"""Other owners take strong records over: what was decided stays decided, whoever stops when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from kvcomm.wire.messages import (
+    Failure,
+    Message,
+    RingMap,
+    StrongOutcome,
+    StrongPrepare,
+    StrongPromised,
+)
+from l3_shard import settling
+from l3_shard.ballot import NO_BALLOT
+from l3_shard.configuration import decode
+from l3_shard.settling import Settling
+from tests.l3_shard.cluster import TENANT, Faults, ring_map
+from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
+from tests.l3_shard.test_strong import calm, done
+
+PLANTED_SEEDS = 60
+
+
+def placed(names: str, epoch: int) -> RingMap:
+    return ring_map(names, epoch=epoch, write=1)
+
+
+def test_new_owners_decide_alone_once_they_have_everything():
+    world = calm("abc")
+    assert done(world, "a", "put", b"1").code == ""
+    for name in "def":
+        world.join(name, placed("abcdef"[: "abcdef".index(name) + 1], 1))  # heard of, and no owners yet
+    world.adopt(placed("def", 2))
+    world.until(world.settled)
+    for name in "abc":
+        world.isolate(name)
+    assert done(world, "d", "read").value == b"1"
+    assert done(world, "e", "put", b"2").code == ""
+    assert done(world, "f", "read").value == b"2"
+
+
+def test_until_then_the_old_majority_is_needed():
+    world = calm("abc")
+    assert done(world, "a", "put", b"1").code == ""
+    world.run()
+    for name in "def":
+        world.join(name, placed("abc", 1))
+    for name in "ab":
+        world.isolate(name)
+    world.adopt(placed("def", 2))
+    world.run(world.now + 10)
+    assert done(world, "d", "read").code == "unavailable" and not world.settled()
+    world.cuts.clear()
+    world.until(world.settled)
+    assert done(world, "d", "read").value == b"1"
+
+
+def slept_through() -> tuple[StrongWorld, StrongOutcome]:
+    """``a`` knows nothing of the new owners, and reaches one that was an owner with it: together they are a
+    majority of the old ones.  What its put came to."""
+    world = calm("abc")
+    assert done(world, "a", "put", b"1").code == ""
+    world.run()
+    for name in "de":
+        world.join(name, placed("abc", 1))
+    world.isolate("a")
+    world.adopt(placed("cde", 2), "bcde")
+    world.until(world.settled)
+    world.map = placed("abc", 1)  # whom the client of the cut off asks
+    world.cuts.clear()
+    for name in "cde":
+        world.cut(("a", name), (name, "a"))
+    outcome = done(world, "a", "put", b"2")
+    world.map = placed("cde", 2)
+    return world, outcome
+
+
+def test_who_slept_through_the_change_of_owners_decides_nothing_by_the_old_map():
+    world, outcome = slept_through()
+    assert outcome.code in ("unavailable", "outcome_unknown"), "b was told, and refuses it"
+    assert done(world, "c", "read").value == b"1"
+
+
+def test_a_vote_is_refused_to_another_configuration_and_the_refusal_tells_ours():
+    world = calm("abc")
+    answers: list[Message] = []
+    for maps in ([], [2], [1, 2], [1]):
+        message = StrongPrepare(1, TENANT + b"k", NO_BALLOT, maps)
+        world._ask("a", "b", message, answers.append, 1.0)
+        world.run()
+    *others, same = answers
+    assert isinstance(same, StrongPromised)
+    for answer in others:
+        assert isinstance(answer, Failure) and answer.code == "unavailable"
+        assert decode(answer.detail).settled == world.map
+
+
+def settled_by_those_who_have_nothing() -> StrongOutcome:
+    """What was decided is on ``a`` and ``b``; ``c`` never had it, and reaches the new owners first."""
+    world = calm("abc")
+    for name in "de":
+        world.join(name, placed("abc", 1))
+    world.cut(("c", "a"), ("a", "c"), ("c", "b"), ("b", "c"))
+    assert done(world, "a", "put", b"1").code == ""
+    world.adopt(placed("cde", 2))
+    world.until(world.settled)
+    return done(world, "d", "read")
+
+
+def test_one_old_owner_alone_does_not_settle():
+    assert settled_by_those_who_have_nothing().value == b"1"
+
+
+def test_if_it_did_a_record_that_it_never_had_would_be_gone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(settling, "majority", lambda group: 1)
+    assert settled_by_those_who_have_nothing().value is None
+
+
+def test_equal_owners_at_other_addresses_are_no_change():
+    world = calm("abc")
+    done(world, "a", "put", b"1")
+    world.adopt(placed("abc", 2))
+    world.run(world.now + 1)
+    assert world.settled() and "maps [1]" in world.story("a")
+
+
+@pytest.mark.parametrize("at_ms", range(20, 700, 85))
+def test_a_voter_that_stops_at_any_step_goes_on_from_there(at_ms):
+    world = calm("abc", seed=at_ms)
+    for number in range(5):
+        done(world, "a", "put", b"%d" % number)
+    world.run()
+    for name in "de":
+        world.join(name, placed("abc", 1))
+    world.adopt(placed("bde", 2))
+    for name in "abcde":
+        world.after(at_ms / 1_000, partial(world.crash, name))
+    world.until(world.settled)
+    world.isolate("a")
+    world.isolate("c")
+    assert done(world, "d", "read").value == b"4"
+
+
+def moving(seed: int) -> tuple[StrongWorld, History]:
+    """Clients at work while the ring changes three times, with cuts and crashes."""
+    draw = random.Random(seed)
+    faults = Faults(delay_s=draw.choice((0.02, 0.1, 0.2)), disk_s=draw.choice((0.001, 0.05)))
+    world = StrongWorld(seed, "abc", faults, twice=draw.choice((0, 0.3)), write=1)
+    world.settle()
+    for name in "def":
+        world.join(name, placed("abc", 1))
+    history = History()
+    for client in range(4):
+        actor = StrongClient(world, history, seed * 31 + client, nodes="abcdef")
+        actor.act([b"key/%d" % index for index in range(2)], 0.3, 30)
+    for epoch, names in enumerate(draw.choice((("abcd", "bcde", "cdef"), ("def",), ("ade", "bdf"))), 2):
+        told = "".join(draw.sample("abcdef", draw.randint(3, 6)))
+        world.after((epoch - 1) * draw.uniform(0.5, 2), partial(world.adopt, placed(names, epoch), told))
+    for _ in range(draw.randint(1, 6)):
+        at, node = draw.uniform(0, 5), draw.choice("abcdef")
+        world.after(at, partial(draw.choice((world.crash, world.isolate)), node))
+        world.after(at + draw.uniform(0.5, 2), world.cuts.clear)
+    world.run(8.0)
+    world.cuts.clear()
+    world.adopt(world.map)
+    return world, history
+
+
+def finish(world: StrongWorld, history: History) -> None:
+    world.until(world.settled)
+    reader = StrongClient(world, history, 7, nodes="".join(world.map_names))
+    for _ in range(4):
+        reader.act([b"key/0", b"key/1"], 0.1, 6)
+    world.run(world.now + 15)
+    history.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_histories_stay_linearizable_while_owners_come_and_go(seed):
+    world, history = moving(seed)
+    finish(world, history)
+    assert history.outcomes.get("done", 0) > 5
+
+
+# -- the rules, each planted away
+
+
+def no_scan(patch: pytest.MonkeyPatch) -> None:
+    """The new owners decide before they have what was decided."""
+    patch.setattr(Settling, "_has_all", lambda self, known: True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [no_scan])
+def test_a_planted_bug_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(_violates(seed) for seed in range(PLANTED_SEEDS)), f"not noticed in {PLANTED_SEEDS} seeds"
+
+
+def _violates(seed: int) -> bool:
+    world, history = moving(seed)
+    try:
+        finish(world, history)
+    except Violation:
+        return True
+    return False
