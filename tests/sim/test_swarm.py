@@ -76,7 +76,7 @@ RARE = {
     "least context ignored",
     "change made twice",
     "move without joint quorum",
-    "deleted record is forgotten",
+    "empty acceptor votes",
     "strong failed sync ignored",
     *MASKED,
 }
