@@ -62,6 +62,8 @@ class Answer:
     payload: list[memoryview]
     now: float
     """Monotonic seconds when it finished."""
+    spoken: bool = True
+    """Whether it is the peer's word; else the peer was silent, and the failure is ours."""
 
 
 @dataclass(frozen=True, slots=True)

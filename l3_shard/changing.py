@@ -7,8 +7,9 @@
   trip and one sync instead of two.  It is used once, and forgotten when anything goes wrong, when the ring
   changes, and after a delete.
 * A round that failed is repeated after a jittered, doubling wait, until the request's time is up.  A round
-  that *too few answered* is repeated only ``MISSING_ROUNDS_MAX`` times: the minority side of a split refuses
-  soon rather than late.
+  that *too few answered* is repeated only ``MISSING_ROUNDS_MAX`` times, and one that needs acceptors which
+  were silent when they were asked last waits for them no longer than ``SILENT_WAIT_S``: once a split has been
+  noticed, its minority side refuses soon.  They are asked all the same, and one answer ends that.
 * Three outcomes: done; ``conflict``, ``unavailable`` and ``refused``, which mean that nothing was changed;
   and ``outcome_unknown``.
 """
@@ -34,7 +35,7 @@ from kvcomm.wire.messages import (
     StrongPrepare,
 )
 from l3_shard.ballot import STEPS_MAX, Ballots
-from l3_shard.desk import Desk, Request
+from l3_shard.desk import STRONG_FEW, Desk, Request
 from l3_shard.proposer import (
     CONFIRM,
     READ,
@@ -53,6 +54,7 @@ from l3_shard.quorum import Quorum
 from l3_shard.voting import Voting
 
 MISSING_ROUNDS_MAX = 3
+SILENT_WAIT_S = 0.25
 CONFIRM_ROUNDS_MAX = 8
 """Failed rounds after which a record that is confirmed in the background is left for later."""
 PROMISES_MAX = 65_536
@@ -172,6 +174,10 @@ class Changing:
         self._promises: OrderedDict[bytes, Promise] = OrderedDict()
         self._promise_bytes = 0
         self._resting: list[tuple[float, int, _Run]] = []
+        self._silent: set[str] = set()
+        """Acceptors that gave no answer to what they were asked last."""
+        self._waits: list[tuple[float, int, _Run, int]] = []
+        """When a round has waited enough for them; a heap."""
         self._starting: dict[bytes, None] = {}
         """Queues that a round is due for."""
 
@@ -184,7 +190,10 @@ class Changing:
         """
         quorums = [self._quorum(order.key) for order in orders]
         size = sum(len(order.value or b"") for order in orders)
-        request = self._desk.open(origin, len(orders), size)
+        limits = self._desk.limits
+        few = len(orders) <= STRONG_FEW
+        timeout_s = limits.strong_timeout_s if few else limits.request_timeout_s
+        request = self._desk.open(origin, len(orders), size, timeout_s=timeout_s)
         asked = _Asked(self._desk, request, [None] * len(orders), len(orders))
         asked.tasks = [_Task(order, asked, index) for index, order in enumerate(orders)]
         request.expire = partial(self._expire, asked)
@@ -224,6 +233,9 @@ class Changing:
             key = next(iter(self._starting))
             del self._starting[key]
             self._start(self._queues[key])
+        while self._waits and self._waits[0][0] <= self._desk.now:
+            _, _, run, round_ = heapq.heappop(self._waits)
+            self._wait_no_longer(run, round_)
         while self._resting and (self._resting[0][2].over or self._resting[0][0] <= self._desk.now):
             run = heapq.heappop(self._resting)[2]
             if not run.over:
@@ -236,7 +248,10 @@ class Changing:
             return self._desk.now
         while self._resting and self._resting[0][2].over:
             heapq.heappop(self._resting)
-        return self._resting[0][0] if self._resting else None
+        while self._waits and not self._is_in(self._waits[0][2], self._waits[0][3]):
+            heapq.heappop(self._waits)
+        waits = [heap[0][0] for heap in (self._resting, self._waits) if heap]
+        return min(waits, default=None)
 
     # -- one record's turn
 
@@ -305,11 +320,30 @@ class Changing:
                 self._voting.vote(message, then)
             else:
                 self._desk.ask(node, message, then, held_bytes)
+        if self._silent and self._is_in(run, round_) and not proposal.possible_without(self._silent):
+            wait = (self._desk.now + SILENT_WAIT_S, next(self._tickets), run, round_)
+            heapq.heappush(self._waits, wait)
+
+    @staticmethod
+    def _is_in(run: _Run, round_: int) -> bool:
+        """Whether the run still waits for answers of this round."""
+        return not run.over and not run.resting and run.proposal.round == round_
+
+    def _wait_no_longer(self, run: _Run, round_: int) -> None:
+        for node in run.proposal.quorum.nodes:
+            if node in self._silent and self._is_in(run, round_):
+                step = run.proposal.heard(node, Failure(Unavailable.code, "silent"))
+                if step is not None:
+                    self._step(run, step)
 
     def _heard(self, run: _Run, round_: int, node: str, answer: Message) -> None:
         if isinstance(answer, Failure):
             self._refused(node, answer)
             run.trouble = f"; {node}: {answer.text}"
+            if node != self._node:
+                self._silent.add(node)
+        else:
+            self._silent.discard(node)
         if run.over or run.resting or run.proposal.round != round_:
             return
         step = run.proposal.heard(node, answer)

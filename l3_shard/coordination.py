@@ -37,13 +37,17 @@ class Batch:
     take: Callable[[Sequence[int], Message], Problems | None]
     """Takes a reply; says what went wrong with some keys (mostly nothing), ``None`` = it does not answer the
     request."""
+    majority: bool = False
+    """Whether an owner can do nothing without most of the others."""
 
 
 class Coordination:
     """One operation; run :meth:`steps` or :meth:`outcomes` once."""
 
-    def __init__(self, routes: Routes, batch: Batch) -> None:
-        self._routes, self._batch = routes, batch
+    def __init__(self, routes: Routes, batch: Batch, *, timeout_s: float | None = None) -> None:
+        """``timeout_s``: what a shard has to answer, else what is usual.  Of a batch that needs a majority:
+        an owner that says there is none is believed when the others were silent a moment ago."""
+        self._routes, self._batch, self._timeout_s = routes, batch, timeout_s
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
         self._trouble: dict[int, str] = {}
@@ -68,7 +72,8 @@ class Coordination:
             ring = self._routes.ring
             placed = list(self._place(ring))
             asks = [
-                self._routes.ask(node, self._batch.request(ring.epoch, indices)) for node, indices in placed
+                self._routes.ask(node, self._batch.request(ring.epoch, indices), timeout_s=self._timeout_s)
+                for node, indices in placed
             ]
             answers = yield from ask_all(asks)
             for (node, indices), answer in zip(placed, answers, strict=True):
@@ -103,12 +108,16 @@ class Coordination:
             yield node, piece
 
     def _choose(self, owners: Sequence[str], tried: Collection[str]) -> str | None:
-        """The first that is healthy, else the first."""
+        """The first that is healthy, else the first that is not known to be silent, else the first."""
         left = [node for node in owners if node not in tried] if tried else owners
         for node in left:
             if self._routes.healthy(node):
                 return node
-        return left[0] if left else None
+        for node in left:
+            if not self._routes.silent(node):
+                return node
+        believed = self._batch.majority and any(not self._routes.silent(node) for node in tried)
+        return left[0] if left and not believed else None
 
     def _take(self, node: str, indices: list[int], answer: Answer) -> None:
         message = answer.message

@@ -24,6 +24,8 @@ class ShardLimits:
     """A request is answered within this time.  Keep it below the clients' own timeout: they then hear *what*
     happened.
     """
+    strong_timeout_s: float = 1.5
+    """The same for a few strong records; see :func:`strong_wait_s`."""
     requests_max: int = 4_096
     """Requests being worked on."""
     changes_max: int = 256
@@ -36,6 +38,22 @@ class ShardLimits:
     """Target size of a message with many records."""
     scan_count_max: int = 4_096
     """Keys of one scan answer."""
+
+
+STRONG_WAIT_MIN_S, STRONG_WAIT_SHARE = 0.7, 0.35
+STRONG_FEW = 8
+"""Records of a request that should not take long."""
+
+
+def strong_wait_s(request_timeout_s: float, record_count: int = 1) -> float:
+    """How long a caller waits for a shard to read or change so many strong records.
+
+    A shard that hangs is found out by nothing else, and until then the records that it coordinates stand
+    still: so not for the whole ``network.request_timeout``.
+    """
+    if record_count > STRONG_FEW:
+        return request_timeout_s
+    return min(request_timeout_s, max(STRONG_WAIT_MIN_S, STRONG_WAIT_SHARE * request_timeout_s))
 
 
 @dataclass(eq=False, slots=True)
@@ -66,8 +84,11 @@ class Desk:
         self._held_bytes = 0
         self._deadlines: list[tuple[float, int, Request]] = []
 
-    def open(self, origin: Origin, key_count: int, value_bytes: int = 0) -> Request:
-        """Start working on a request; the caller sets ``expire``.
+    def open(
+        self, origin: Origin, key_count: int, value_bytes: int = 0, *, timeout_s: float | None = None
+    ) -> Request:
+        """Start working on a request, for ``timeout_s`` or as long as the limits say; the caller sets
+        ``expire``.
 
         Raises:
             Refused: the shard is busy.
@@ -80,7 +101,8 @@ class Desk:
                 f"busy: {self._open_count} requests are open, {self._held_bytes} bytes held; slow down"
             )
         arrived_at = self.now if self.arrived_at is None else self.arrived_at
-        request = Request(origin, arrived_at + self.limits.request_timeout_s, held_bytes, _nothing)
+        deadline = arrived_at + (self.limits.request_timeout_s if timeout_s is None else timeout_s)
+        request = Request(origin, deadline, held_bytes, _nothing)
         self._open_count += 1
         self._held_bytes += held_bytes
         heapq.heappush(self._deadlines, (request.deadline, next(self._tickets), request))

@@ -24,6 +24,10 @@ have reached enough shards the membership is written and we vote.  Candidates co
 have nothing; strangers do not count.  Where too many disks are gone nobody can enter, and the records are
 ``Unavailable`` until an operator decides: losing them silently is the worse choice.
 
+A database that has a past as somebody else's, or as ours before its membership was damaged, may be older than
+what the others know.  Its states are merged with theirs; what none of them lists was never decided, or was
+deleted and removed since, and is forgotten before we vote.
+
 **Enough** is, by the settled map, a majority of the *others* in every group that we belong to
 (``quorum.informed``), and a majority of every other group: so that whoever loses its disk later hears that it
 was there before.  By a pending map it is a majority of the others too, but only for one that was there
@@ -136,6 +140,22 @@ class _Learn:
 
 
 @dataclass(eq=False, slots=True)
+class _Forget:
+    """A ``Change``: there is no such record."""
+
+    done: Callable[[KVCommError | None], None]
+
+    def apply(self, state: StrongState) -> StrongState:
+        return acceptor.EMPTY
+
+    def durable(self, state: StrongState) -> None:
+        self.done(None)
+
+    def failed(self, error: KVCommError) -> None:
+        self.done(error)
+
+
+@dataclass(eq=False, slots=True)
 class _Peer:
     """Another shard, as far as it has told."""
 
@@ -208,6 +228,10 @@ class Entering:
         self._fresh = False
         """Nobody has ever voted under our name."""
         self._copy = False
+        self._listed_keys: set[bytes] = set()
+        """By the others, where we have a past."""
+        self._forgetting: Ticket | None = None
+        self._forgotten = False
         """The database has a past under another member id."""
         self._peers: dict[str, _Peer] = {}
         self._storing = False
@@ -345,6 +369,9 @@ class Entering:
             if self._storing:
                 return
         if settled is not None and self._number and self._reached(settled, listed):
+            if self._copy and not self._forgotten:
+                self._forget_after(b"")
+                return
             self.entry, self.configuration = self._number, settled
             self.confirmed, self.cursor, self._fresh = (), b"", False
             self._store("voter")
@@ -352,6 +379,36 @@ class Entering:
         for node, peer in self._peers.items():
             if self._due(peer) and self._desk.now >= peer.asked_at + RETRY_S:
                 self._ask(node, peer)
+
+    def _forget_after(self, after: bytes) -> None:
+        if self._forgetting is None and not self._storing:
+            self._storing = True
+            self._forgetting = self._desk.ticket()
+            self._desk.order(Scan(self._forgetting, b"", after, PAGE_KEYS, "strong"))
+
+    def _forget(self, event: Scanned) -> None:
+        """Drop what of this page none of the others has; from the beginning if that fails."""
+        self._forgetting = None
+        keys = [key for key in event.keys if key != MEMBERSHIP_KEY and key not in self._listed_keys]
+        open_count, failed = 1 + len(keys), bool(event.failure)
+
+        def done(error: KVCommError | None) -> None:
+            nonlocal open_count, failed
+            open_count, failed = open_count - 1, failed or error is not None
+            if open_count:
+                return
+            self._storing, self._news = False, True
+            if not failed and event.resume is not None:
+                self._forget_after(event.resume)
+            elif not failed:
+                self._forgotten = True
+
+        for key in keys:
+            try:
+                self._lines.change(key, _Forget(done), mends=True)
+            except Refused as error:
+                done(error)
+        done(None)
 
     def _due(self, peer: _Peer) -> bool:
         """Whether it has not been told in this pass."""
@@ -434,6 +491,8 @@ class Entering:
             page_is_over()
             return
         peer.busy = True
+        if self._copy:
+            self._listed_keys.update(answer.keys)
         for key, state in zip(answer.keys, states, strict=True):
             try:
                 self._lines.change(key, _Learn(state, done), mends=True)
@@ -536,6 +595,9 @@ class Entering:
 
     def scanned(self, event: Scanned) -> bool:
         """Storage answered a ``Scan``; False = it is not ours."""
+        if event.ticket == self._forgetting:
+            self._forget(event)
+            return True
         listing = self._listings.pop(event.ticket, None)
         if listing is None:
             return False

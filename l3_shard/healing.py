@@ -98,6 +98,8 @@ class Healing:
 
     def wake(self) -> None:
         """Do what is due."""
+        if self._round is None and not self._waiting:
+            return
         if not self._membership.votes:  # all that it lacks is learned on the way in
             return
         if self._round is None:
@@ -109,7 +111,7 @@ class Healing:
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
-        if not self._membership.votes or (self._round is None and not self._waiting):
+        if (self._round is None and not self._waiting) or not self._membership.votes:
             return None
         if self._round is None:
             return self._desk.now

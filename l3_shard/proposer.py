@@ -34,7 +34,7 @@ never makes somebody's ``cas`` fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -159,6 +159,10 @@ class Proposal:
             self._ballot = promise.ballot
             return self._propose(promise.register)
         return self._ask("prepare", self._ballots.draw())
+
+    def possible_without(self, nodes: Collection[str]) -> bool:
+        """Whether this round can end well before any of these answers."""
+        return self.quorum.possible(self._granted, self._outstanding.keys() - nodes)
 
     def drop(self, index: int) -> None:
         """Nobody waits for this order any more: later rounds leave it out."""

@@ -21,8 +21,13 @@ floor: that is the promise it meets.  A proposer that looks for its own earlier 
 removed and made anew is told the floor as well, and says ``outcome_unknown`` where its round may have been
 below (``proposer._reaches_back``).
 
-An owner that loses its disk takes the floors of the others over before it votes.  The rate is bounded, and a
-tombstone is left alone for a while: most are written over.
+An owner that loses its disk takes the floors of the others over before it votes, and one that comes back with
+an old database forgets what none of them lists (``l3_shard.entering``).  The rate is bounded, and a tombstone
+is left alone for a while: most are written over.
+
+**Limit.**  Only the owners are asked.  A shard that was an owner under an earlier map may still have an older
+value, which would come back with it if a later map made it one again.  So nothing is removed any more once
+the first map of the cluster has been replaced by one with other owners; tombstones stay then, as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import isinf
+from math import inf, isinf
 
 from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.machine import Origin, Ticket
@@ -48,7 +53,7 @@ from kvcomm.wire.messages import (
 from l3_shard import acceptor
 from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.desk import Desk
-from l3_shard.entering import MEMBERSHIP_KEY, TENANT_BYTES, Entering
+from l3_shard.entering import FIRST_EPOCH, MEMBERSHIP_KEY, TENANT_BYTES, Entering
 from l3_shard.lines import Lines, Local
 from l3_shard.quorum import Quorum, Standing, counted
 from l3_shard.storage import Scan, Scanned
@@ -155,22 +160,30 @@ class Removing:
 
     def wake(self) -> None:
         """Do what is due."""
-        if not self._membership.votes or isinf(self._age_s):
-            return
         now = self._desk.now
+        sweeps = self._sweep is None and (self._sweep_at is None or now >= self._sweep_at)
+        begins = bool(self._due) and self._due[0][0] <= now and now >= self._next_at and not self._open_count
+        if not (sweeps or begins) or isinf(self._age_s) or not self._membership.votes:
+            return
+        known = self._membership.configuration
+        if known is None or known.maps != (FIRST_EPOCH,):
+            self._due.clear()
+            self._noticed.clear()
+            self._sweep_at = inf
+            return
         if self._sweep_at is None:
             self._sweep_at = now + self._age_s
-        if self._sweep is None and now >= self._sweep_at:
+        elif sweeps:
             self._sweep = self._desk.ticket()
             self._desk.order(Scan(self._sweep, b"", self._sweep_after, SWEEP_KEYS, "strong"))
-        if not self._open_count and now >= self._next_at:
+        if begins:
             self._begin()
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
         if not self._membership.votes or self._sweep_at is None:
             return None
-        waits = [] if self._sweep is not None else [self._sweep_at]
+        waits = [] if self._sweep is not None or isinf(self._sweep_at) else [self._sweep_at]
         if self._due and not self._open_count:
             waits.append(max(self._next_at, self._due[0][0]))
         return max(self._desk.now, min(waits)) if waits else None

@@ -8,7 +8,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, OutcomeUnknown, StaleEpoch, Unavailable
@@ -51,6 +51,8 @@ class L3Counts:
 class _Shun:
     until: float
     for_s: float
+    silent: bool
+    """It gave no answer; else it said that it cannot."""
 
 
 class Routes:
@@ -70,17 +72,23 @@ class Routes:
         self.counts = L3Counts()
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
-        self._dial, self._timeout_s, self._clock = dial, timeout_s, clock
+        self._dial, self._clock, self.timeout_s = dial, clock, timeout_s
         self._shuns: dict[str, _Shun] = {}
         self._lags: dict[str, float] = {}
         self.speeds = Speeds()
 
     def ask(
-        self, node: str, message: Message, payload: Sequence[Buffer] = (), sink: Sink | None = None
+        self,
+        node: str,
+        message: Message,
+        payload: Sequence[Buffer] = (),
+        sink: Sink | None = None,
+        timeout_s: float | None = None,
     ) -> Ask:
         """A request to a shard of this ring or of the one before: another thread may have adopted a map
         meanwhile."""
-        return Ask(self._dial(self._shards[node]), message, payload, sink, self._timeout_s)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return Ask(self._dial(self._shards[node]), message, payload, sink, timeout_s)
 
     def healthy(self, node: str) -> bool:
         """Whether it is in the ring and did not fail a moment ago."""
@@ -116,18 +124,24 @@ class Routes:
             return self._adopt(message.detail)
         self.counts.failed_count += 1
         if not isinstance(message, Failure) or message.code in (Unavailable.code, OutcomeUnknown.code):
-            self._shun(node, self._clock())
+            self._shun(node, self._clock(), silent=not answer.spoken)
         return False
 
-    def _shun(self, node: str, now: float) -> None:
+    def silent(self, node: str) -> bool:
+        """Whether it is passed over because it gave no answer."""
+        shun = self._shuns.get(node)
+        return shun is not None and shun.silent and self._clock() < shun.until
+
+    def _shun(self, node: str, now: float, *, silent: bool) -> None:
         """Longer each time that it fails again: a request waits for a silent shard longer than the first
         shun lasts, so two of them would be asked in turn for ever and the third owner never."""
         before = self._shuns.get(node)
         if before is not None and now < before.until:
+            self._shuns[node] = replace(before, silent=silent)
             return  # another request of the same moment
         relapsed = before is not None and now < before.until + RELAPSE_S
         for_s = min(2 * before.for_s, SHUN_MAX_S) if before is not None and relapsed else SHUN_S
-        self._shuns[node] = _Shun(now + for_s, for_s)
+        self._shuns[node] = _Shun(now + for_s, for_s, silent)
 
     def _adopt(self, detail: bytes) -> bool:
         try:

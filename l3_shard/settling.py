@@ -99,6 +99,7 @@ class Settling:
         """Records of the page that are being confirmed, and the page itself."""
         self._failed = False
         self._page_at = float("-inf")
+        self._quiet: tuple[Configuration, Ring] | None = None
         self._fence: tuple[tuple[int, ...], bool] = ((), False)
         """For which configuration our own fence is ordered, and whether it is durable."""
 
@@ -106,7 +107,7 @@ class Settling:
 
     def wake(self) -> None:
         """Do what is due."""
-        if not self._membership.votes:
+        if self._is_quiet() or not self._membership.votes:
             return
         known = self._membership.configuration
         assert known is not None, "a voter has one"
@@ -115,6 +116,7 @@ class Settling:
             self._take_up(reaching)
             known = reaching
         if not known.pending:
+            self._quiet = (known, self._ring())
             return
         self._fence_ourselves(known)
         for node in known.names:
@@ -130,7 +132,7 @@ class Settling:
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
         known = self._membership.configuration
-        if known is None or not self._membership.votes:
+        if self._is_quiet() or known is None or not self._membership.votes:
             return None
         if known.reaching(self._ring()) is not known:
             return self._desk.now
@@ -144,6 +146,13 @@ class Settling:
         if self._may_scan(known):
             waits.append(self._page_at + RETRY_S)
         return max(self._desk.now, min(waits)) if waits else self._desk.now + RETRY_S
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing has changed since there was nothing to do: this is asked at every event."""
+        if self._quiet is None:
+            return False
+        known, ring = self._quiet
+        return known is self._membership.configuration and ring is self._ring()
 
     def _fence_ourselves(self, known: Configuration) -> None:
         """Our own answer to what we ask the others."""

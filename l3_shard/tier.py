@@ -55,6 +55,7 @@ from kvcomm.wire.messages import (
     StrongRead,
 )
 from l3_shard.coordination import NOTHING_WRONG, Batch, Coordination, Problems
+from l3_shard.desk import strong_wait_s
 from l3_shard.fetching import Fetching
 from l3_shard.locating import Locating
 from l3_shard.ring import Ring
@@ -230,7 +231,9 @@ class L3Tier:
             found.update(zip(indices, message.outcomes, strict=True))
             return NOTHING_WRONG
 
-        yield from Coordination(self._routes, Batch(keys, sizes, request, take)).steps()
+        timeout_s = strong_wait_s(self._routes.timeout_s, len(keys))
+        batch = Batch(keys, sizes, request, take, majority=True)
+        yield from Coordination(self._routes, batch, timeout_s=timeout_s).steps()
         return [found[index] for index in range(len(keys))]
 
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:

@@ -11,6 +11,7 @@ CASES = (
     "state",
     "eventual",
     "strong",
+    "failover",
     "repair",
     "prefill",
     "footprint",

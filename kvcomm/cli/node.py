@@ -206,12 +206,12 @@ class NodeProcess:
         metrics.counter(failures, outcome="outcome_unknown").advance_to(counts.unknown_count)
         metrics.gauge("kvcomm_strong_pending_maps").set(counts.pending_count)
         for name, count in (
-            ("confirmed", counts.confirmed_count),
-            ("damaged", counts.damaged_count),
-            ("healed", counts.healed_count),
-            ("removed", counts.removed_count),
+            ("kvcomm_strong_confirmed_records_total", counts.confirmed_count),
+            ("kvcomm_strong_damaged_records_total", counts.damaged_count),
+            ("kvcomm_strong_healed_records_total", counts.healed_count),
+            ("kvcomm_strong_removed_records_total", counts.removed_count),
         ):
-            metrics.counter(f"kvcomm_strong_{name}_records_total").advance_to(count)
+            metrics.counter(name).advance_to(count)
 
 
 class StoreBackend:

@@ -137,7 +137,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
 
 def _shard_options(process: NodeProcess) -> ShardOptions:
     from kvcomm.validators import Validators
-    from l3_shard.desk import ShardLimits
+    from l3_shard.desk import ShardLimits, strong_wait_s
     from l3_shard.refilling import RefillOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.scrub import ScrubOptions
@@ -148,7 +148,10 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
         process.storage_directory,
         settings.storage.fsync,
         settings.storage.fsync_interval_s,
-        limits=ShardLimits(request_timeout_s=0.75 * settings.network.request_timeout_s),
+        limits=ShardLimits(
+            request_timeout_s=0.75 * settings.network.request_timeout_s,
+            strong_timeout_s=0.75 * strong_wait_s(settings.network.request_timeout_s),
+        ),
         connect_timeout_s=settings.network.connect_timeout_s,
         repair=RepairOptions(
             cluster.repair_interval_s,

@@ -90,11 +90,12 @@ class Exchange:
 
     def fail(self, reason: str, now: float, *, failure: Failure | None = None) -> None:
         """Finish without a reply; ``failure`` is the peer's own word where there is one."""
+        spoken = failure is not None and not self.sent
         if failure is None or self.sent:
             certain = self.ask.message.idempotent or not self.sent
             code = "unavailable" if certain else "outcome_unknown"
             failure = Failure(code, f"{self.ask.address}: {reason}")
-        self.finish(Answer(failure, [], now))
+        self.finish(Answer(failure, [], now, spoken))
 
     def may_retry(self) -> bool:
         """Whether it is worth sending once more, can do no harm, and its destination was not touched."""

@@ -89,7 +89,15 @@ class StrongWorld(Cluster):
         self._strong_writing: dict[str, list[Persist]] = {name: [] for name in names}
         self._members = count(len(names))
         self._booting = True
-        super().__init__(seed, names, faults, ShardLimits(request_timeout_s=1.0), Shard, None, **quorums)
+        super().__init__(
+            seed,
+            names,
+            faults,
+            ShardLimits(request_timeout_s=1.0, strong_timeout_s=1.0),
+            Shard,
+            None,
+            **quorums,
+        )
         self._booting = False
         for name in names:
             self.after(0.0, partial(self._deliver, name, 0, Tick()))

@@ -13,7 +13,7 @@ from l3_shard import acceptor, removing
 from l3_shard.ballot import NO_BALLOT, Ballot
 from l3_shard.quorum import Quorum, Standing
 from l3_shard.removing import _Case, verdict
-from tests.l3_shard.cluster import TENANT, Faults
+from tests.l3_shard.cluster import TENANT, Faults, ring_map
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
 from tests.l3_shard.test_strong import calm, done
 
@@ -195,3 +195,30 @@ def _violates(seed: int) -> bool:
 
 def test_nothing_is_promised_where_nothing_was_removed():
     assert acceptor.floored(acceptor.EMPTY, NO_BALLOT) == acceptor.EMPTY
+
+
+def test_a_restored_backup_does_not_bring_back_what_was_removed_since():
+    world = calm(tombstone_age_s=AGE_S)
+    done(world, "a", "put", b"42")
+    done(world, "a", "put", b"43", b"")
+    played(world, 0.2)
+    backup = dict(world.strong["b"].states)
+    done(world, "a", "delete")
+    world.until(lambda: not holders(world))
+    world.lose("b")
+    world.strong["b"].states.update(backup)
+    world.crash("b")
+    world.settle()
+    world.isolate("a")
+    assert done(world, "c", "read").value is None
+    assert "b" not in holders(world)
+
+
+def test_nothing_is_removed_once_other_owners_took_over():
+    world = calm("abcd", tombstone_age_s=AGE_S)
+    done(world, world.shards["a"].ring.replicas(b"k")[0], "put", b"1")
+    world.join("e", ring_map("abcde", epoch=2, replicas=4, write=1))
+    world.until(world.settled)
+    done(world, world.shards["a"].ring.replicas(b"k")[0], "delete")
+    played(world, 5)
+    assert len(holders(world)) >= 4

@@ -317,3 +317,18 @@ def test_a_change_whose_proposer_was_overtaken_is_not_made_twice():
             StrongClient(world, history, seed * 7 + client).act([b"k"], 0.01, 6)
         world.run()
         history.check()
+
+
+def test_once_a_split_was_noticed_its_minority_side_refuses_within_a_second():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.isolate("a")
+    done(world, "a", "read")
+    begin = world.now
+    for op in ("put", "read"):
+        value = b"2" if op == "put" else None
+        assert done(world, "a", op, value).code in ("unavailable", "outcome_unknown")
+    assert world.now - begin < 2.0
+    world.cuts.clear()
+    begin = world.now
+    assert done(world, "a", "put", b"3").code == "" and world.now - begin < 1.0

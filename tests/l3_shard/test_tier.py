@@ -81,6 +81,10 @@ class Shards:
     records: dict[bytes, RecordState] = field(default_factory=dict)
     down: dict[str, str] = field(default_factory=dict)
     """Shard -> failure code that it answers with."""
+    silent: set[str] = field(default_factory=set)
+    """Of them: those that give no answer at all."""
+    waits: list[float | None] = field(default_factory=list)
+    """How long each request might take."""
     asked: list[tuple[str, Message]] = field(default_factory=list)
     under_way: Counter[str] = field(default_factory=Counter)
     most_under_way: int = 0
@@ -119,7 +123,8 @@ class Shards:
             payload = ask.sink(1, message, sum(map(len, pieces))) or []
             for destination, piece in zip(payload, pieces, strict=True):
                 destination[:] = piece
-        return Call(ask, Answer(message, payload, self.now))
+        self.waits.append(ask.timeout_s)
+        return Call(ask, Answer(message, payload, self.now, spoken=node not in self.silent))
 
     def _serve(self, node: str, message: Message, payload: bytes) -> tuple[Message, list[bytes]]:
         scripted = self.special(node, message)
@@ -443,6 +448,33 @@ def test_nobody_to_be_reached_is_unavailable_after_everybody_was_tried():
         assert [node for node, _ in shards.asked] and {node for node, _ in shards.asked} == set("abc")
     with pytest.raises(Unavailable):
         shards.run(tier.record_scan(b""))
+
+
+def test_an_owner_without_a_majority_is_believed_when_the_others_were_silent_a_moment_ago():
+    """Each silent one would cost the whole wait again."""
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "unavailable"), silent={"a", "b"})
+    tier = shards.tier()
+    with pytest.raises(Unavailable):
+        shards.run(tier.strong_read([b"k"]))
+    assert {node for node, _ in shards.asked} == set("abc"), "nobody was known to be silent"
+    shards.asked.clear()
+    with pytest.raises(Unavailable):
+        shards.run(tier.strong_read([b"k"]))
+    assert [node for node, _ in shards.asked] == ["c"]
+    shards.asked.clear()
+    with pytest.raises(Unavailable):
+        shards.run(tier.record_get([b"k"]))
+    assert len(shards.asked) == 3, "any owner can serve what needs no majority"
+
+
+def test_a_shard_is_waited_for_shorter_with_a_few_strong_records():
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "refused"))
+    tier = shards.tier()
+    for keys in ([b"k"], [b"%d" % number for number in range(100)]):
+        with pytest.raises(Refused):
+            shards.run(tier.strong_read(keys))
+    few, *many = shards.waits
+    assert few == pytest.approx(0.7) and set(many) == {2.0}
 
 
 def test_an_unknown_outcome_is_never_sent_again():
