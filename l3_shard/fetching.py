@@ -30,6 +30,10 @@ from l3_shard.routes import WINDOW_BYTES, WINDOW_KEYS, WINDOWS_IN_FLIGHT, Routes
 TELL_TIMEOUT_S = 0.1
 """How long the end of a get waits, at most, for a shard that was told of damage."""
 
+AWAY_MAX_S = 0.001
+"""A window during which the consumer took longer says nothing about its shard: it may have been answered
+long before anybody looked, or just then."""
+
 assert WINDOW_KEYS <= SUSPECTS_MAX, "one report a window"
 
 
@@ -40,6 +44,8 @@ class _Window:
     size_bytes: int
     """About."""
     began: float
+    away_s: float
+    """What others had spent by then."""
     call: Call | None = None
     outlasted: bool = False
     """Whoever could be asked instead has been."""
@@ -156,7 +162,8 @@ class Fetching:
             self._unqueue(node, again=False)
         for node, lane in self._lanes.items():
             while len(lane.under_way) < WINDOWS_IN_FLIGHT and (indices := self._next_indices(lane)):
-                window = _Window(node, indices, len(indices) * self._routes.copy_bytes, self._now())
+                size_bytes = len(indices) * self._routes.copy_bytes
+                window = _Window(node, indices, size_bytes, self._now(), self._away_s)
                 lane.under_way.append(window)
                 windows.append(window)
                 message = BlockGet(self._routes.ring.epoch, [self._keys[index] for index in window.indices])
@@ -229,9 +236,11 @@ class Fetching:
         self._lanes[node].under_way.remove(window)
         copies = _copies(answer, len(window.indices))
         if copies is not None:
-            size_bytes = sum(len(copy) for copy in copies if copy is not None)
-            elapsed_s = answer.now - self._away_s - window.began
-            self._routes.speeds.took(node, elapsed_s, size_bytes, answer.now)
+            away_s = self._away_s - window.away_s
+            if away_s <= AWAY_MAX_S:
+                size_bytes = sum(len(copy) for copy in copies if copy is not None)
+                elapsed_s = answer.now - window.away_s - window.began
+                self._routes.speeds.took(node, elapsed_s, size_bytes, answer.now)
             for index, copy in zip(window.indices, copies, strict=True):
                 self._take_copy(index, copy, node)
             return

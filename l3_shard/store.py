@@ -7,6 +7,7 @@ Layout of the directory::
     owner.msgpack         who used the directory last: fsync policy, boot of the machine, file, and whether
                           it closed
     lock                  held with flock while a process owns the directory
+    damage                why the last owner found the database damaged, if it did
     data.mdb.suspect      a database that a power cut or the disk may have damaged, set aside (one at most)
 
 A value describes itself (``l3_shard.envelope``); one that fails verification is reported as damaged and never
@@ -81,6 +82,8 @@ _IN_RECORDS, _IN_INDEX = b"r", b"i"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
+
+_CONTRADICTIONS = (lmdb.CorruptedError, lmdb.PageNotFoundError)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -162,7 +165,7 @@ class RecordStore:
         self._map_bytes_max = max(map_bytes_max, MAP_BYTES_MIN)
         self._boot = _boot() if boot is None else boot
         self._resize = threading.Lock()  # LMDB's map may grow only while nobody in the process reads
-        self._closed = False
+        self._closed = self._failed = False
         with _as_unavailable(directory):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = _lock(directory)
@@ -218,7 +221,10 @@ class RecordStore:
             except lmdb.MapFullError as error:
                 self._grow(size, error)
             except lmdb.Error as error:
-                raise _full_or_failed(error) from error
+                failure = _full_or_failed(error)
+                if isinstance(failure, DiskFailed):
+                    self._note_failure(error)
+                raise failure from error
             else:
                 self.replica = later(self.replica, replica)
                 return
@@ -232,6 +238,7 @@ class RecordStore:
         try:
             self._environment.sync(True)
         except lmdb.Error as error:
+            self._note_failure(error)
             raise DiskFailed(f"fsync failed: {error}") from error
 
     def scan(self, prefix: bytes, after: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
@@ -382,8 +389,9 @@ class RecordStore:
             return
         self._closed = True
         try:
-            self.sync()
-            self._write_owner(closed=True)
+            if not self._failed:  # a sync after one that failed may succeed, and means nothing
+                self.sync()
+                self._write_owner(closed=True)
         finally:
             self._environment.close()
             os.close(self._lock)
@@ -401,7 +409,7 @@ class RecordStore:
             self._replace_owner(
                 msgspec.structs.replace(owner, fsync=self.fsync, boot=self._boot, closed=False)
             )
-        elif why := self._lost_writes(owner) or unsound(self._directory):
+        elif why := self._lost_writes(owner) or self._noted_damage() or unsound(self._directory):
             self._set_aside(data, why)
             return False
         at = data.stat()
@@ -414,10 +422,27 @@ class RecordStore:
             return ""
         return f"the machine ended under fsync: {owner.fsync}, so parts of it may be missing"
 
+    def _noted_damage(self) -> str:
+        """Why the last owner found the database damaged, if it did and could still say so."""
+        try:
+            return (self._directory / "damage").read_text()
+        except FileNotFoundError:
+            return ""
+
+    def _note_failure(self, error: lmdb.Error) -> None:
+        """For the next owner.  A commit that failed to reach the disk left what was there before; but pages
+        that contradict each other stay so, and of what was written without syncs (they are in the page cache,
+        from where a sync that failed has dropped them) parts may be missing."""
+        self._failed = True
+        if self.fsync != "always" or isinstance(error, _CONTRADICTIONS):
+            with suppress(OSError):  # the disk may take nothing any more
+                _replace_durably(self._directory / "damage", f"its last owner met: {error}".encode())
+
     def _set_aside(self, data: Path, why: str) -> None:
         suspect = self._directory / "data.mdb.suspect"
         data.replace(suspect)
-        (self._directory / "lock.mdb").unlink(missing_ok=True)
+        for beside in ("lock.mdb", "damage"):
+            (self._directory / beside).unlink(missing_ok=True)
         _log.warning("%s: %s; it is kept as %s, and the shard starts without it", data, why, suspect.name)
 
     def _open(self) -> None:

@@ -216,9 +216,13 @@ class Strong:
         raise KeyError(node)
 
     def inspect(self, keys: Sequence[bytes]) -> None:
-        """These records do not lie on the disk as they were written: read them, as a vote would."""
+        """These records do not lie on the disk as they were written.  What is in memory is durable state and
+        is written anew; what is not is read, as for a vote, and found damaged."""
         for key in keys:
-            self._lines.read(key, lambda local: None)
+            if self._lines.known(key) is not None:
+                self._lines.rewrite(key)
+            else:
+                self._lines.read(key, lambda local: None)
 
     def _quorum(self, key: bytes) -> Quorum:
         known = self._entering.configuration

@@ -48,6 +48,8 @@ class DictStore:
     reserved: dict[int, Copy] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)
     next_token: int = 1
+    evicting: set[bool] = field(default_factory=set)
+    """Whether reservations might evict; nothing is evicted here."""
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [key in self.copies and tenant in (ANY_TENANT, self.copies[key].tenant) for key in keys]
@@ -56,6 +58,7 @@ class DictStore:
         self, wants: Sequence[Want], holder: int, tenant: bytes, now: float, *, evict: bool = True
     ) -> list[Grant]:
         self.tick(now)
+        self.evicting.add(evict)
         return [self._reserve(want, holder, tenant, now) for want in wants]
 
     def _reserve(self, want: Want, holder: int, tenant: bytes, now: float) -> Grant:

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Literal
 
-from kvcomm.chaos.merging import MergingWorkload
+from kvcomm.chaos.merging import MergingWorkload, merging_plan
 from kvcomm.chaos.plan import Mode, Plan
 from kvcomm.chaos.registers import KINDS, MixedWorkload
 from kvcomm.chaos.simulation import simulate
@@ -117,15 +117,17 @@ def verdicts(
         yield from pool.map(judge, seeds, chunksize=BATCH_SEEDS)
 
 
-def clients_of(workload: WorkloadName) -> Callable[[Plan], Workload]:
-    """What the clients of a world do: eventual and strong records, or counters and sets."""
-    return MixedWorkload if workload == "mixed" else MergingWorkload
+def world_of(seed: int, mode: Mode, workload: WorkloadName) -> tuple[Plan, Callable[[Plan], Workload]]:
+    """The world, and what its clients do: eventual and strong records, or counters and sets."""
+    plan = draw_plan(seed, mode)
+    return (plan, MixedWorkload) if workload == "mixed" else (merging_plan(plan), MergingWorkload)
 
 
 def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict:
     """The verdict on one seed."""
     begin = time.process_time()
-    result = simulate(draw_plan(seed, mode), workload=clients_of(workload))
+    plan, clients = world_of(seed, mode, workload)
+    result = simulate(plan, workload=clients)
     operations = result.history.operations()
     return Verdict(
         seed,

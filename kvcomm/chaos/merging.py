@@ -15,6 +15,7 @@ enough.  Promised, of what all disks together have at the end, and of the last r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,11 @@ MIX = (("add", 5), ("collect", 3), ("drop", 1), ("sum", 2), ("members", 2))
 NAME = "sim"
 SUBSETS_MAX = 1 << 14
 """Sums of unknown adds that are told apart; of more, only the range is checked."""
+
+
+def merging_plan(plan: Plan) -> Plan:
+    """The same world without strong operations: one in which nobody did anything else may lose records."""
+    return replace(plan, strong_percent=0)
 
 
 class MergingWorkload:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 from kvcomm.chaos.draw import Draw
@@ -74,6 +75,8 @@ class Network:
         self.slow: dict[str, float] = {}
         """Additional delay of everything that a host sends or gets, seconds."""
         self.frame_count = 0
+        self.ghosts = count(1 << 32)
+        """Numbers of doubled requests: two of one number would be taken for one."""
         self._draw: Draw = world.draw.fork("network")
         self._servers: dict[str, Server] = {}
         self._accepted: dict[ConnectionId, Accepted] = {}
@@ -234,7 +237,7 @@ class Accepted:
             origin = Origin(self.number, number, self._tenant, self._caller)
             self.server.received(origin, message, lambda reply: self.reply(number, reply))
             if message.idempotent and self.network.doubles():
-                ghost = Origin(_GHOST, self.network.frame_count, self._tenant, self._caller)
+                ghost = Origin(_GHOST, next(self.network.ghosts), self._tenant, self._caller)
                 delay_s = self.network.world.draw.uniform(0.0, 0.5)
                 self.host.after(delay_s, lambda: self.server.received(ghost, message, _nobody))
 

@@ -32,16 +32,16 @@ def sim(
     trace: Annotated[bool, typer.Option(help="Print the history of that seed as JSON lines.")] = False,
 ) -> None:
     """Run simulated clusters, each drawn from its seed.  Exit code 1: a promise was broken."""
-    from kvcomm.chaos.campaign import Verdict, clients_of, run_campaign
+    from kvcomm.chaos.campaign import Verdict, run_campaign, world_of
     from kvcomm.chaos.plan import Mode
     from kvcomm.chaos.simulation import simulate
-    from kvcomm.chaos.swarm import draw_plan
 
     if mode not in ("safety", "liveness"):
         raise typer.BadParameter(f"{mode!r} is neither safety nor liveness", param_hint="--mode")
     drawn: Mode = "safety" if mode == "safety" else "liveness"
     if trace and seed is not None:
-        result = simulate(draw_plan(seed, drawn), workload=clients_of(workload))
+        plan, clients = world_of(seed, drawn, workload)
+        result = simulate(plan, workload=clients)
         sys.stdout.write(result.history.encoded().decode())
 
     def heard(verdict: Verdict) -> None:

@@ -41,7 +41,8 @@ class Slow(Shards):
     delays: dict[str, float] = field(default_factory=dict)
     emit_s: float = 0.0
     """How long the consumer takes with each block."""
-    handed_on: list[tuple[memoryview, bytes]] = field(default_factory=list)
+    blocking: bool = False
+    """An answer is noticed only while the operation waits for something."""
 
     def run(self, steps: Steps[Any]) -> Any:
         self.emitted = []
@@ -74,23 +75,27 @@ class Slow(Shards):
     def _first(self, calls: Any, timeout_s: float | None) -> Call | None:
         until = NEVER if timeout_s is None else self.now + timeout_s
         call = min(calls, key=lambda each: each.handle.at)
-        if call.handle.at > until:
-            self.now = max(self.now, until)
-            return None
-        self._finish(call.handle)
-        return call
+        self._wait_until(min(until, call.handle.at))
+        return call if call.handle.answer is not None else None
 
     def _finish(self, pending: Pending) -> Answer:
-        self.now = max(self.now, pending.at)
-        if pending.answer is None:
-            node = pending.ask.address.removeprefix("tcp://").partition(":")[0]
-            if self.delays.get(node, 0.0) >= TIMEOUT_S:
-                pending.answer = Answer(Failure("unavailable", "no answer in time"), [], self.now)
-            else:
-                pending.answer = self._answer(node, pending)
+        self._wait_until(pending.at)
+        assert pending.answer is not None
         return pending.answer
 
-    def _answer(self, node: str, pending: Pending) -> Answer:
+    def _wait_until(self, until: float) -> None:
+        """Every connection is moved while the driver waits for one."""
+        began, self.now = self.now, max(self.now, until)
+        for pending in self.pending:
+            if pending.answer is None and pending.at <= self.now:
+                noticed = max(pending.at, began) if self.blocking else pending.at
+                node = pending.ask.address.removeprefix("tcp://").partition(":")[0]
+                if self.delays.get(node, 0.0) >= TIMEOUT_S:
+                    pending.answer = Answer(Failure("unavailable", "no answer in time"), [], noticed)
+                else:
+                    pending.answer = self._answer(node, pending, noticed)
+
+    def _answer(self, node: str, pending: Pending, noticed: float) -> Answer:
         ask = pending.ask
         message, pieces = self._serve(node, ask.message, b"".join(bytes(piece) for piece in ask.payload))
         payload = [memoryview(piece) for piece in pieces]
@@ -98,13 +103,13 @@ class Slow(Shards):
             payload = ask.sink(1, message, sum(map(len, pieces))) or []
             for destination, piece in zip(payload, pieces, strict=True):
                 destination[:] = piece
-        return Answer(message, payload, pending.at)
+        return Answer(message, payload, noticed)
 
     def late(self) -> None:
         """What was under way when the operation ended arrives after all."""
         for pending in self.pending:
             if pending.answer is None:
-                self._answer("a", pending)
+                self._answer("a", pending, self.now)
 
     def tier(self, ring: Any = None) -> L3Tier:
         return L3Tier(ring or self.ring, clock=lambda: self.now, timeout_s=TIMEOUT_S)
@@ -184,6 +189,22 @@ def test_a_consumer_that_dawdles_makes_no_shard_look_slow():
     for _ in range(3):
         assert len(shards.fetch(tier)) == COUNT
     assert tier.counts.hedged_count == 0
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_answers_that_came_while_the_consumer_dawdled_are_no_measure(blocking):
+    shards = two_copies(a=0.08)
+    shards.emit_s, shards.blocking = 1.0, blocking
+    tier = shards.tier()
+    for _ in range(6):
+        shards.fetch(tier)
+    assert tier._routes.speeds.patience_s(0) <= PATIENCE_FIRST_S, "the consumer's seconds were counted"
+    shards.emit_s = 0.0
+    shards.fetch(tier)
+    shards.fetch(tier)
+    shards.asked.clear()
+    shards.fetch(tier)
+    assert shards.gets("a") == 0, "it is known to be the slower one"
 
 
 def test_hedging_ends_when_everybody_is_slow():

@@ -194,15 +194,8 @@ def test_a_suspect_is_verified() -> None:
 
 
 def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again() -> None:
-    evictions: list[bool] = []
-
-    class Watched(DictStore):
-        def reserve(self, wants, holder, tenant, now, *, evict=True):
-            evictions.append(evict)
-            return super().reserve(wants, holder, tenant, now, evict=evict)
-
     async def main() -> None:
-        store = Watched()
+        store = DictStore()
         tier = BlockDisk(ScriptedFiles(dict(COPIES)), 64 << 20, store, time.monotonic)
         try:
             await eventually(lambda: tier.usage().state == "on")
@@ -211,8 +204,9 @@ def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again(
                 bytes(store.copies[KEYS[0]].buffer) == COPIES[KEYS[0]]
                 and store.copies[KEYS[0]].tenant == TENANT
             )
+            assert store.evicting == {False}
             await recalled(tier, KEYS[0])
-            assert evictions == [False, True] and tier.usage().promoted_count == 1
+            assert store.evicting == {False, True} and tier.usage().promoted_count == 1
         finally:
             await tier.close()
 

@@ -101,3 +101,4 @@ def test_a_shard_takes_no_more_than_there_is_free_room(cluster: TwoCopies) -> No
     until(lambda: len(cluster.held("a")) == 3)
     assert cluster.running["a"].refill_counts().blocks["full"] > 0
     assert cluster.held("a") < cluster.owned("a", keys)
+    assert cluster.stores["a"].evicting == {False}

@@ -224,6 +224,47 @@ def test_a_copied_directory_keeps_its_records_under_a_new_id(directory, tmp_path
     copy.close()
 
 
+def failing(error: lmdb.Error):
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_write_that_meets_damage_has_the_next_owner_set_the_database_aside(directory, monkeypatch, caplog):
+    """The walk may not see it: pages that are free belong to no tree."""
+    store = open_store(directory, fsync="always")
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    monkeypatch.setattr(store, "_commit", failing(lmdb.CorruptedError("MDB_CORRUPTED")))
+    with pytest.raises(DiskFailed, match="MDB_CORRUPTED"):
+        store.write([(b"l", state(b"v"))], replica)
+    store.close()
+    store = open_store(directory, fsync="always")
+    assert store.replica != replica and store.load([b"k"])[0] == [None]
+    assert "its last owner met: MDB_CORRUPTED" in caplog.text
+    store.close()
+    store = open_store(directory, fsync="always")
+    assert store.record_count() == 0 and not (directory / "damage").exists()
+    store.close()
+
+
+@pytest.mark.parametrize(("fsync", "kept"), [("always", True), ("interval", False)])
+def test_a_write_that_did_not_reach_the_disk_is_no_clean_end(directory, monkeypatch, fsync, kept):
+    """Synced commits are whole or absent; without syncs nobody knows, though a second sync may succeed."""
+    store = open_store(directory, fsync=fsync)
+    replica = store.replica
+    store.write([(b"k", state(b"v"))], replica)
+    monkeypatch.setattr(store, "_commit", failing(lmdb.Error("Input/output error")))
+    with pytest.raises(DiskFailed):
+        store.write([(b"l", state(b"v"))], replica)
+    store.close()
+    assert not store._read_owner().closed
+    store = open_store(directory, fsync=fsync)
+    assert (store.replica == replica) == kept and (store.load([b"k"])[0] == [state(b"v")]) == kept
+    store.close()
+
+
 def test_two_owners_of_one_directory_are_refused(directory):
     store = open_store(directory)
     with pytest.raises(Refused, match="another process owns"):

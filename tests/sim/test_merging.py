@@ -13,7 +13,7 @@ from kvcomm.chaos.campaign import WorkloadName, try_seed
 from kvcomm.chaos.cluster import Parts, shipped_shard
 from kvcomm.chaos.eventual import Ending, Replica
 from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Write
-from kvcomm.chaos.merging import MergingWorkload, check_merging
+from kvcomm.chaos.merging import MergingWorkload, check_merging, merging_plan
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import Result, simulate
 from kvcomm.chaos.swarm import draw_plan
@@ -32,7 +32,7 @@ from tests.sim.test_swarm import explain
 
 
 def lived(seed: int, parts: Parts | None = None) -> Result:
-    return simulate(draw_plan(seed), parts, workload=MergingWorkload)
+    return simulate(merging_plan(draw_plan(seed)), parts, workload=MergingWorkload)
 
 
 @pytest.mark.slow

@@ -66,6 +66,21 @@ def test_fault_28_a_full_disk_on_one_shard(lab: Lab) -> None:
     assert pids(lab) == before
 
 
+def test_fault_28_a_shard_that_is_killed_while_its_disk_is_full(lab: Lab) -> None:
+    """It comes back at the latest when there is room, with what it had, and by itself."""
+    traffic = Traffic(lab, "fault-28-killed")
+    with traffic.running():
+        with lab.disks["shard-1"].full():
+            before = lab.kill("shard-1", signal.SIGKILL)
+            traffic.goes_on(40)
+        after = lab.restarted(before)
+        eventually(lambda: metric(after, "kvcomm_caught_up") == 1)
+        eventually(lambda: metric(after, "kvcomm_strong_votes") == 1)
+        traffic.goes_on()
+    assert not list((lab.storage / "shard-1").rglob("*.suspect")), "a full disk is no damage"
+    traffic.judge()
+
+
 def test_fault_29_full_disks_on_a_majority(lab: Lab) -> None:
     """Writes are refused, in time and with the reason; reads go on; all heals by itself."""
     before = pids(lab)

@@ -12,14 +12,20 @@ import pytest
 
 from kvcomm.client import Client
 from kvcomm.embedded import Embedded
+from kvcomm.errors import OutcomeUnknown, Unavailable
 from kvcomm.instance import Instance
 from tests.system.conftest import CONFIG, Cluster, eventually
 from tests.system.test_repair import has, metric, some_shard
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-DAMAGED = 'kvcomm_scrub_problems_total{database="records",problem="damaged"}'
-PASSES = 'kvcomm_scrub_passes_total{database="records"}'
+DAMAGED, STRONG_DAMAGED = (
+    f'kvcomm_scrub_problems_total{{database="{database}",problem="damaged"}}'
+    for database in ("records", "strong")
+)
+PASSES, STRONG_PASSES = (
+    f'kvcomm_scrub_passes_total{{database="{database}"}}' for database in ("records", "strong")
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +71,39 @@ def test_what_decays_on_a_disk_is_mended_without_anybody_reading_it(cluster: Clu
     found, passes = metric(after, DAMAGED), metric(after, PASSES)
     eventually(lambda: metric(after, PASSES) >= passes + 2)
     assert metric(after, DAMAGED) == found, "later passes find nothing"
+
+
+def test_strong_records_that_decay_are_healed_without_anybody_reading_them(
+    cluster: Cluster, kv: Client
+) -> None:
+    values = {f"key-{number}": os.urandom(48) for number in range(5)}
+    strong = kv.strong("scrub")
+
+    def put(key: str) -> bool:
+        try:
+            strong.put(key, values[key])
+        except (Unavailable, OutcomeUnknown):  # the shards have just started
+            return False
+        return True
+
+    for key in values:
+        eventually(lambda key=key: put(key))  # type: ignore[misc]
+    name = some_shard(cluster)
+    database = cluster.instance.directory / "data" / name / "strong" / "data.mdb"
+    eventually(lambda: all(value in database.read_bytes() for value in values.values()))
+    before = cluster.kill(name, signal.SIGSTOP)
+    flip_bits(database, values)
+    os.kill(before.pid, signal.SIGKILL)
+    after = cluster.restarted(before)
+
+    eventually(lambda: metric(after, STRONG_DAMAGED) >= len(values))
+
+    def whole() -> bool:
+        """Passes find nothing any more."""
+        found, passes = metric(after, STRONG_DAMAGED), metric(after, STRONG_PASSES)
+        eventually(lambda: metric(after, STRONG_PASSES) >= passes + 2)
+        return metric(after, STRONG_DAMAGED) == found
+
+    eventually(whole)
+    assert all(value in database.read_bytes() for value in values.values())
+    assert {key: strong.read(key).value for key in values} == values
