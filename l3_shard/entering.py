@@ -21,8 +21,10 @@ A stranger or candidate enters in two passes over the other shards:
 
 States of others are merged (``acceptor.learn``), their configurations and floors too, and when the passes
 have reached enough shards the membership is written and we vote.  Candidates count as having told that they
-have nothing; strangers do not count.  Where too many disks are gone nobody can enter, and the records are
-``Unavailable`` until an operator decides: losing them silently is the worse choice.
+have nothing, strangers do not.  A candidate *that somebody knows an entry of* counts only if it says that it
+is *fresh*, on its way in for the first time: else it has voted, and its nothing is what a lost disk left.
+Where too many disks are gone nobody can enter, and the records are ``Unavailable`` until an operator decides:
+losing them silently is the worse choice.
 
 A database that has a past as somebody else's, or as ours before its membership was damaged, may be older than
 what the others know.  Its states are merged with theirs; what none of them lists was never decided, or was
@@ -39,7 +41,9 @@ module keeps it, in the membership.
 
 **Limit.**  A cluster that is set up anew over old directories begins at the first epoch again.  If one of the
 directories is missing, its shard enters by asking the others and nothing is lost; if more are missing than a
-minority, nobody remembers that there was something.
+minority, nobody remembers that there was something.  And that a candidate has voted is known to a majority of
+the others: with six owners or more, while two of them have lost their disks, it can be another majority than
+the one that is asked.
 """
 
 from __future__ import annotations
@@ -165,6 +169,8 @@ class _Peer:
     """All it has, in the second."""
     entry: int = 0
     """Its own; 0 = it does not vote."""
+    fresh: bool = False
+    """Nor has it ever."""
     configuration: Configuration | None = None
     after: bytes = b""
     busy: bool = False
@@ -318,7 +324,7 @@ class Entering:
             return self._desk.now
         if self._state not in ("stranger", "candidate") or self._storing:
             return None
-        waits = [peer.asked_at + RETRY_S for peer in self._peers.values() if self._due(peer)]
+        waits = [peer.asked_at + RETRY_S for node, peer in self._peers.items() if self._due(node, peer)]
         return max(self._desk.now, min(waits)) if waits else None
 
     def _loaded(self, local: Local[StrongState]) -> None:
@@ -357,8 +363,8 @@ class Entering:
         for node in (*ring.names, *chain.from_iterable(others)):
             if node != self._node:
                 self._peers.setdefault(node, _Peer())
-        told = [node for node, peer in self._peers.items() if peer.told]
-        listed = [node for node, peer in self._peers.items() if peer.listed]
+        told = [node for node, peer in self._peers.items() if peer.told and self._counts(node, peer)]
+        listed = [node for node, peer in self._peers.items() if peer.listed and self._counts(node, peer)]
         if settled is not None and not self._number and self._reached(settled, told):
             self._number = 1 + self._known
             fresh, self._fresh = self._fresh, self._fresh or not (self._known or self._copy)
@@ -377,7 +383,7 @@ class Entering:
             self._store("voter")
             return
         for node, peer in self._peers.items():
-            if self._due(peer) and self._desk.now >= peer.asked_at + RETRY_S:
+            if self._due(node, peer) and self._desk.now >= peer.asked_at + RETRY_S:
                 self._ask(node, peer)
 
     def _forget_after(self, after: bytes) -> None:
@@ -410,9 +416,18 @@ class Entering:
                 done(error)
         done(None)
 
-    def _due(self, peer: _Peer) -> bool:
-        """Whether it has not been told in this pass."""
-        return not peer.busy and not (peer.listed if self._number else peer.told)
+    def _due(self, node: str, peer: _Peer) -> bool:
+        """Whether it has not told in this pass what counts."""
+        told = peer.listed if self._number else peer.told
+        return not peer.busy and not (told and self._counts(node, peer))
+
+    def _counts(self, node: str, peer: _Peer) -> bool:
+        return self.has_its_state(node, peer.entry, fresh=peer.fresh)
+
+    def has_its_state(self, node: str, entry: int, *, fresh: bool) -> bool:
+        """Whether ``node``, which says this of itself, has all that it ever voted.  One that has lost it must
+        be asked again: it may vote by then."""
+        return bool(entry) or fresh or not self.entries.get(node, 0)
 
     def _told_by_now(self) -> Configuration | None:
         """All that those know who vote; else what we candidates began with."""
@@ -457,6 +472,7 @@ class Entering:
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
         peer.configuration, peer.entry, peer.told = configuration, entry, True
+        peer.fresh = answer.fresh
         self.floor = max(self.floor, answer.floor)
         self._note(answer.entries)
         if number:
@@ -484,8 +500,9 @@ class Entering:
             peer.busy, self._news = False, True
             if failed:
                 return  # asked again, for the same page
-            peer.asked_at = float("-inf")
             peer.listed, peer.after = answer.resume is None, answer.resume or b""
+            if not peer.listed:
+                peer.asked_at = float("-inf")
 
         if not states:
             page_is_over()
@@ -661,7 +678,9 @@ class Entering:
         if self.configuration is None:
             return StrongListed(entries, None, keys, states, resume)
         known = self.configuration.to_message(0, self.floor)
-        return StrongListed(entries, known.settled, keys, states, resume, known.pending, known.floor)
+        return StrongListed(
+            entries, known.settled, keys, states, resume, known.pending, known.floor, self._fresh
+        )
 
     # -- looking inside
 

@@ -180,6 +180,9 @@ class Healing:
             return
         if list(answer.keys) != asked:
             return
+        entry = answer.entries.get(node, 0)
+        if not self._membership.has_its_state(node, entry, fresh=answer.fresh):
+            return  # it has lost its disk, and what it lacks was perhaps on it
         round_.told.add(node)
         round_.floor = max(round_.floor, answer.floor)
         for key, state in zip(answer.keys, states, strict=True):

@@ -550,6 +550,8 @@ class StrongListed(Message, frozen=True):
     """The maps that are being settled, in order."""
     floor: bytes = b""
     """Of removed records."""
+    fresh: bool = False
+    """The answering shard does not vote yet, and never did."""
 
 
 class StrongSettle(Message, frozen=True):

@@ -59,6 +59,27 @@ def test_it_does_not_vote_on_it_until_enough_others_have_told():
     assert done(world, "c", "read").value == b"1"
 
 
+def test_an_acceptor_that_has_lost_its_disk_has_nothing_to_tell():
+    """a, b and c decide; b's bytes are damaged and c's disk is gone: b waits for a, not for c's nothing."""
+    world = calm("abcde", replicas=5)
+    world.isolate("d")
+    world.isolate("e")
+    done(world, "a", "put", b"1")
+    world.run()
+    world.cuts.clear()
+    world.isolate("a")
+    world.lose("c")
+    damage(world, "b")
+    assert done(world, "d", "read").code == "unavailable"
+    world.run(world.now + 3)
+    assert not healed(world, "b")
+    world.cuts.clear()
+    world.until(lambda: healed(world, "b"))
+    world.settle()
+    world.isolate("a")
+    assert done(world, "d", "read").value == b"1"
+
+
 def test_meanwhile_it_votes_on_all_others():
     world = calm()
     done(world, "a", "put", b"1")

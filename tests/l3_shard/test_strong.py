@@ -129,7 +129,7 @@ def done(
 
 
 def calm(names: str = "abc", seed: int = 1, **how: Any) -> StrongWorld:
-    world = StrongWorld(seed, names, replicas=min(3, len(names)), write=1, **how)
+    world = StrongWorld(seed, names, **{"replicas": min(3, len(names)), "write": 1} | how)
     world.settle()
     return world
 
@@ -284,11 +284,33 @@ def test_a_restored_backup_is_no_memory_to_vote_from():
     assert done(world, "c", "read").value == b"2"
 
 
-def test_with_too_many_disks_gone_records_are_unavailable_and_not_forgotten():
+def test_of_two_lost_disks_neither_takes_the_other_for_an_acceptor_that_never_voted():
+    """a, b and c decide; b and c lose it; what d, e and the other one do not have was not decided by them."""
+    world = calm("abcde", replicas=5)
+    world.isolate("d")
+    world.isolate("e")
+    done(world, "a", "put", b"1")
+    world.run()
+    world.cuts.clear()
+    world.isolate("a")
+    world.lose("b")
+    world.lose("c")
+    world.run(world.now + 5)
+    assert done(world, "d", "read").code == "unavailable"
+    assert not world.shards["b"].strong_counts().votes and not world.shards["c"].strong_counts().votes
+    world.cuts.clear()
+    world.settle()
+    world.isolate("a")
+    assert done(world, "d", "read").value == b"1"
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_with_too_many_disks_gone_records_are_unavailable_and_not_forgotten(epoch):
+    """Whether the cluster is still that of its first map or not."""
     world = calm()
     done(world, "a", "put", b"1")
     world.run()
-    world.adopt(ring_map("abc", epoch=2, write=1))
+    world.adopt(ring_map("abc", epoch=epoch, write=1))
     world.lose("b")
     world.lose("c")
     world.run(world.now + 5)
