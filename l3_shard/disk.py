@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -35,6 +36,7 @@ from kvcomm.wire.messages import BlockItem, Want
 from l3_shard.diskfiles import BlockFiles, Found
 from l3_shard.diskhealth import DiskHealth
 from l3_shard.diskindex import DiskEntry, DiskIndex
+from l3_shard.diskthreads import DiskThreads
 
 T = TypeVar("T")
 
@@ -50,6 +52,8 @@ WAITING_MAX = 65_536
 FLUSH_S = 1.0
 """At the end, for what waits to be written."""
 CLOSE_TIMEOUT_S = 5.0
+ADOPTED_AT_ONCE = 512
+"""Files that were found are taken up so many at a time, 4 ms; requests go in between."""
 
 _HOLDER = -1
 """No connection has this number."""
@@ -122,8 +126,8 @@ class BlockDisk:
         self._loop = asyncio.get_running_loop()
         self._index = DiskIndex(capacity_bytes)
         self._health = DiskHealth()
-        self._writer = ThreadPoolExecutor(1, "kvcomm-disk-write")
-        self._readers = ThreadPoolExecutor(READ_THREADS, "kvcomm-disk-read")
+        self._writer = DiskThreads(1, "kvcomm-disk-write")
+        self._readers = DiskThreads(READ_THREADS, "kvcomm-disk-read")
         self._waiting: dict[BlockKey, None] = {}  # in order
         self._write: _Write | None = None
         self._reads: dict[BlockKey, _Read] = {}
@@ -209,7 +213,8 @@ class BlockDisk:
                     self._note_idle()
                     await self._idle.wait()
         self._closed = True
-        for key, read in self._reads.items():
+        reads, self._reads = self._reads, {}
+        for key, read in reads.items():
             read.timer.cancel()
             for recall in read.waiting:
                 recall.take(key, None)
@@ -220,7 +225,7 @@ class BlockDisk:
             self._write.timer.cancel()
             self._write.lease.release()
         for threads in (self._writer, self._readers):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         self._files.close()
 
     def _scanned(self, scanning: Future[Found]) -> None:
@@ -236,10 +241,21 @@ class BlockDisk:
             _log.warning(
                 "removed %d damaged and %d unfinished block files", found.damaged_count, found.part_count
             )
-        for entry in found.entries:
+        self._adopt(iter(found.entries))
+
+    def _adopt(self, entries: Iterator[DiskEntry]) -> None:
+        """Take up some of what was found, evict some of what is too much, and go on later."""
+        if self._closed:
+            return
+        some = list(islice(entries, ADOPTED_AT_ONCE))
+        for entry in some:
             self._index.add(entry)
-        for victim in self._index.shrink():
+        victims = [] if some else self._index.shrink(ADOPTED_AT_ONCE)
+        for victim in victims:
             self._remove(victim.key)
+        if some or victims:
+            self._loop.call_soon(self._adopt, entries)
+            return
         self._health.opened()
         self._pump()
 
@@ -259,14 +275,13 @@ class BlockDisk:
 
     def _begin(self, key: BlockKey) -> None:
         lease = self._store.lease(key, ANY_TENANT, use=False)
-        victims = None if lease is None else self._index.promise(lease.copy.nbytes)
-        if lease is None or victims is None:
+        entry = None if lease is None else _entry_of(key, lease.copy)
+        victims = None if entry is None else self._index.promise(entry.copy_bytes)
+        if lease is None or entry is None or victims is None:
             self._dropped_count += 1
             if lease is not None:
                 lease.release()
             return
-        header = BlockHeader.unpack(lease.copy)
-        entry = DiskEntry(key, header.parent, header.tenant, lease.copy.nbytes)
         timer = self._loop.call_later(self._write_timeout_s, self._write_overdue)
         self._write = _Write(entry, lease, timer)
         for victim in victims:
@@ -352,10 +367,12 @@ class BlockDisk:
         except Corrupt as error:
             _log.warning("a block file is dropped: %s", error.message)
             self._damaged_count += 1
-            self._drop(entry.key)
+            self._drop(entry)
         except OSError as error:
-            self._drop(entry.key)
+            self._drop(entry)
             self._failed(error)
+        except MemoryError:
+            self._busy_count += 1
         else:
             self._read_count += 1
             self._promote(entry, copy)
@@ -383,10 +400,11 @@ class BlockDisk:
 
     # -- the disk
 
-    def _drop(self, key: BlockKey) -> None:
-        """Forget a file that cannot be served."""
-        if self._index.remove(key) is not None:
-            self._remove(key)
+    def _drop(self, entry: DiskEntry) -> None:
+        """Forget a file that cannot be served, unless it was evicted meanwhile and another one written."""
+        if self._index.find(entry.key, ANY_TENANT) is entry:
+            self._index.remove(entry.key)
+            self._remove(entry.key)
 
     def _remove(self, key: BlockKey) -> None:
         """In the writer's thread: a later write of the same key must come after it."""
@@ -403,15 +421,22 @@ class BlockDisk:
             _log.error("the disk tier is off, after too many errors; the last one: %s", error)
             self._drop_waiting()
 
-    def _submit(
-        self, threads: ThreadPoolExecutor, call: Callable[[], T], done: Callable[[Future[T]], None]
-    ) -> None:
+    def _submit(self, threads: DiskThreads, call: Callable[[], T], done: Callable[[Future[T]], None]) -> None:
         def tell(future: Future[T]) -> None:
             if not future.cancelled():
                 with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     self._loop.call_soon_threadsafe(done, future)
 
         threads.submit(call).add_done_callback(tell)
+
+
+def _entry_of(key: BlockKey, copy: memoryview) -> DiskEntry | None:
+    """``None``: memory has damaged its header, so there is nothing worth a file."""
+    try:
+        header = BlockHeader.unpack(copy)
+    except Corrupt:
+        return None
+    return DiskEntry(key, header.parent, header.tenant, copy.nbytes)
 
 
 @asynccontextmanager

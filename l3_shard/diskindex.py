@@ -84,10 +84,10 @@ class DiskIndex:
         self._promised_bytes += wanted
         return victims
 
-    def shrink(self) -> list[DiskEntry]:
-        """Evict what is over the capacity (which was smaller when the files were written)."""
+    def shrink(self, count_max: int) -> list[DiskEntry]:
+        """Evict what is over the capacity (which was larger when the files were written), so many at most."""
         victims: list[DiskEntry] = []
-        while self.used_bytes + self._promised_bytes > self.capacity_bytes:
+        while len(victims) < count_max and self.used_bytes + self._promised_bytes > self.capacity_bytes:
             victims.append(self._evict())
         return victims
 

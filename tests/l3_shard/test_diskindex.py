@@ -71,7 +71,7 @@ def test_what_is_over_a_smaller_capacity_goes():
     index = DiskIndex(2 * DISK_BLOCK_BYTES)
     for number in (1, 2, 3, 4):
         index.add(entry(number))
-    assert index.shrink() == [entry(1), entry(2)] and index.evicted_count == 2
+    assert index.shrink(1) == [entry(1)] and index.shrink(9) == [entry(2)] and index.evicted_count == 2
     index.check()
 
 
