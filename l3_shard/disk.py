@@ -31,7 +31,7 @@ from typing import Protocol, TypeVar
 
 from kvcomm.block import BlockHeader, BlockKey
 from kvcomm.blockstore import ANY_TENANT, BlockStore, DepotUsage, Lease
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, Unavailable
 from kvcomm.wire.messages import BlockItem, Want
 from l3_shard.diskfiles import BlockFiles, Found
 from l3_shard.diskhealth import DiskHealth
@@ -52,6 +52,7 @@ WAITING_MAX = 65_536
 FLUSH_S = 1.0
 """At the end, for what waits to be written."""
 CLOSE_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 10.0
 ADOPTED_AT_ONCE = 512
 """Files that were found are taken up so many at a time, 4 ms; requests go in between."""
 
@@ -430,6 +431,17 @@ class BlockDisk:
         threads.submit(call).add_done_callback(tell)
 
 
+async def _opened(directory: Path, fsync: bool) -> BlockFiles:
+    opening = DiskThreads(1, "kvcomm-disk-open")
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            return await asyncio.wrap_future(opening.submit(partial(BlockFiles, directory, fsync=fsync)))
+    except TimeoutError as error:
+        raise Unavailable(f"{directory}: the disk did not answer in {OPEN_TIMEOUT_S:g} s") from error
+    finally:
+        opening.close()
+
+
 def _entry_of(key: BlockKey, copy: memoryview) -> DiskEntry | None:
     """``None``: memory has damaged its header, so there is nothing worth a file."""
     try:
@@ -448,8 +460,9 @@ async def block_disk(
     Raises:
         ConfigError: the directory cannot be used.
         Refused: another process owns it.
+        Unavailable: the disk does not answer.
     """
-    files = await asyncio.to_thread(BlockFiles, directory, fsync=fsync)
+    files = await _opened(directory, fsync)
     disk = BlockDisk(files, capacity_bytes, store, clock)
     try:
         yield disk

@@ -47,6 +47,8 @@ class DiskThreads:
 
 
 def _make(call: Callable[[], T], future: Future[T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         made = call()
     except BaseException as error:  # the waiting side raises it

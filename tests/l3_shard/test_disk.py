@@ -15,7 +15,7 @@ import pytest
 
 from kvcomm.block import BlockKey
 from kvcomm.blockstore import Depot
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, Unavailable
 from kvcomm.wire.messages import Want
 from l3_shard import disk
 from l3_shard.disk import BlockDisk, block_disk
@@ -443,3 +443,21 @@ def test_a_directory_that_cannot_be_read_switches_it_off(caplog: pytest.LogCaptu
 
     run(work, Unreadable())
     assert "cannot be read" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_when_it_is_opened_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(disk, "OPEN_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(disk, "BlockFiles", lambda directory, fsync: gate.wait(DEADLINE_S))
+
+    async def open_it() -> None:
+        async with block_disk(tmp_path, 1 << 20, DictStore(), fsync=False, clock=time.monotonic):
+            pytest.fail("it was opened")
+
+    try:
+        with pytest.raises(Unavailable, match="did not answer"):
+            asyncio.run(open_it())
+    finally:
+        gate.set()
