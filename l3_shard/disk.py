@@ -98,6 +98,8 @@ class _Read:
     entry: DiskEntry
     timer: asyncio.TimerHandle
     waiting: list[_Recall] = field(default_factory=list)
+    use: bool = False
+    """Somebody reads it who counts."""
     overdue: bool = False
 
 
@@ -159,7 +161,12 @@ class BlockDisk:
         self._pump()
 
     def recall(
-        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+        self,
+        keys: Sequence[BlockKey],
+        tenant: bytes,
+        done: Callable[[Mapping[BlockKey, memoryview]], None],
+        *,
+        use: bool = True,
     ) -> None:
         recall = _Recall(done)
         for key in dict.fromkeys(keys):
@@ -168,11 +175,12 @@ class BlockDisk:
             if read is not None:
                 recall.open.add(key)
                 read.waiting.append(recall)
+                read.use = read.use or use
         if not recall.open:
             done({})
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
-        self.recall(keys, tenant, lambda _: None)  # reading verifies
+        self.recall(keys, tenant, lambda _: None, use=False)  # reading verifies
 
     def listing(self, after: bytes, limit: int) -> list[BlockItem]:
         return self._index.listing(after, limit) if self._health.reads else []
@@ -376,7 +384,8 @@ class BlockDisk:
             self._busy_count += 1
         else:
             self._read_count += 1
-            self._promote(entry, copy)
+            if read.use:
+                self._promote(entry, copy)
         for recall in read.waiting:
             recall.take(entry.key, copy)
         self._pump()

@@ -82,10 +82,15 @@ async def eventually(look: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def recalled(tier: Depot, *keys: BlockKey, tenant: bytes = TENANT) -> dict[BlockKey, bytes]:
+async def recalled(
+    tier: Depot, *keys: BlockKey, tenant: bytes = TENANT, use: bool = True
+) -> dict[BlockKey, bytes]:
     answer: asyncio.Future[dict[BlockKey, bytes]] = asyncio.get_running_loop().create_future()
     tier.recall(
-        keys, tenant, lambda copies: answer.set_result({key: bytes(copy) for key, copy in copies.items()})
+        keys,
+        tenant,
+        lambda copies: answer.set_result({key: bytes(copy) for key, copy in copies.items()}),
+        use=use,
     )
     async with asyncio.timeout(DEADLINE_S):
         return await answer
@@ -211,6 +216,21 @@ def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again(
             await tier.close()
 
     asyncio.run(main())
+
+
+def test_what_the_cluster_copies_for_itself_is_no_use() -> None:
+    files = ScriptedFiles(dict(COPIES))
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        for _ in range(2):
+            assert await recalled(tier, KEYS[0], use=False) == {KEYS[0]: COPIES[KEYS[0]]}
+        tier.quarantine(KEYS[:1], TENANT)
+        await eventually(lambda: tier.usage().read_count == 3)
+        assert not store.copies and not store.evicting
+        await asyncio.gather(recalled(tier, KEYS[0], use=False), recalled(tier, KEYS[0]))
+        assert KEYS[0] in store.copies and store.evicting == {False}, "it had not been used before"
+
+    run(work, files)
 
 
 def test_readers_of_one_block_share_one_read() -> None:
