@@ -7,7 +7,6 @@ last met it stays, and a parent outlives its children.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -137,10 +136,6 @@ class DiskIndex:
         """Sorted by key."""
         page = islice(self._listed.after(after), limit)
         return [BlockItem(key, self._entries[key].copy_bytes) for key in page]
-
-    def used(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which were read since the hand last met them."""
-        return [key in self._marked for key in keys]
 
     def check(self) -> None:
         """Assert every invariant."""
