@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import cast
 
 import pytest
@@ -15,7 +15,7 @@ from kvcomm.block import BlockKey, verify_copy
 from kvcomm.blockstore import DepotUsage
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Answer, Ask
-from kvcomm.wire.messages import BlockHeld, BlockHoldings, Holding, Message, RingMap, RingNode
+from kvcomm.wire.messages import BlockHeld, BlockHoldings, Failure, Holding, Message, RingMap, RingNode
 from l3_shard import refilling
 from l3_shard.refilling import Refilling, RefillOptions
 from l3_shard.ring import Ring
@@ -226,3 +226,20 @@ def test_further_pages_are_asked_for_after_a_pause(monkeypatch: pytest.MonkeyPat
         return await refilled(lambda ask: BlockHeld([], b"\x01" * 32), lambda: ring, done)
 
     assert len(asyncio.run(main()).asked) == 1
+
+
+def test_a_peer_that_stays_away_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
+    monkeypatch.setattr(refilling, "RETRY_S", 0.01)
+    ring, at = ring_of("ab", 1), list[float]()
+
+    async def main() -> Told:
+        def away(_ask: Ask) -> Message:
+            at.append(asyncio.get_running_loop().time())
+            return Failure("unavailable", "scripted")
+
+        return await refilled(away, lambda: ring, lambda _work, peers: len(peers.asked) == 5)
+
+    asyncio.run(main())
+    waits = [after - before for before, after in pairwise(at)]
+    assert all(wait_s >= 0.99 * 0.01 * 2**number for number, wait_s in enumerate(waits)), waits
