@@ -4,7 +4,8 @@
 #   make demo | test | check | bench | sim | sim-planted | clean
 #
 # Variables: PYTHON (interpreter), VENV (folder), PIP_FLAGS (e.g. "--no-index --find-links wheels"),
-# TEST_EXTRAS, SEEDS, FIRST, MODE (of the simulator), DEMO_FLAGS, BENCH_FLAGS, PYTEST_FLAGS (e.g. "-m 'not slow'").
+# TEST_EXTRAS, SEEDS, FIRST, MODE, JOBS (of the simulator; 0 = one a core), DEMO_FLAGS, BENCH_FLAGS,
+# PYTEST_FLAGS (e.g. "-m 'not slow'").
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,9 +14,10 @@ TEST_EXTRAS ?= dev,transformers,demo
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
-SEEDS ?= 300
+SEEDS ?= 600
 FIRST ?= 0
 MODE ?= safety
+JOBS ?= 0
 
 BIN := $(VENV)/bin
 PACKAGE_LISTS := pyproject.toml constraints.txt demo-model.txt
@@ -32,7 +34,7 @@ help:
 	@echo "make test    all checks and all tests, as CI runs them"
 	@echo "make check   format, lint, types, import contracts, house rules"
 	@echo "make bench   the benchmarks"
-	@echo "make sim     simulated clusters under drawn faults (SEEDS=300 FIRST=0 MODE=safety)"
+	@echo "make sim     simulated clusters under drawn faults (SEEDS=600 FIRST=0 MODE=safety JOBS=0)"
 	@echo "make sim-planted   whether the simulator notices each planted bug"
 	@echo "make clean   remove the virtual environment, builds and caches"
 
@@ -64,8 +66,8 @@ bench: $(TEST_INSTALLED)
 	$(BIN)/python -m bench $(BENCH_FLAGS)
 
 sim: $(TEST_INSTALLED)
-	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE)
-	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --workload merging
+	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --jobs $(JOBS)
+	$(BIN)/kvcomm chaos sim --seeds $(SEEDS) --first $(FIRST) --mode $(MODE) --jobs $(JOBS) --workload merging
 
 sim-planted: $(TEST_INSTALLED)
 	$(BIN)/python -m tests.sim.planted

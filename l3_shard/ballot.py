@@ -20,6 +20,7 @@ that is above the ballot, and used once, like the ballot.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvcomm.errors import Corrupt
 
@@ -29,6 +30,8 @@ COUNTER_MAX = 2**63 - 1
 NODE_BYTES_MAX = 255
 STEPS_MAX = 64
 """Changes of one round."""
+CODES_KEPT = 8_192
+"""Codes that need not be taken apart again: each vote tells the last eight of its record."""
 _U64_BYTES = 8
 _REST_BYTES = 1 + _U64_BYTES
 """Of a code, behind the node's name."""
@@ -76,6 +79,7 @@ class Ballot:
         return cls(counter, node.decode(), int.from_bytes(incarnation, "big"))
 
 
+@lru_cache(maxsize=CODES_KEPT)
 def counter_of(code: bytes) -> int:
     """The counter of a ballot.
 
@@ -95,6 +99,7 @@ def version_of(code: bytes, step: int) -> bytes:
     return code + bytes((step,)) if step else code
 
 
+@lru_cache(maxsize=CODES_KEPT)
 def round_of(version: bytes) -> bytes:
     """The ballot of the round that made this version, ``NO_BALLOT`` of none.
 

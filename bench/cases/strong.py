@@ -24,7 +24,7 @@ from kvcomm.errors import Unavailable
 VALUE_BYTES = 128
 PUT, READ = "strong: put", "strong: read"
 CREATE = "strong: first put of a record"
-FLOOR_TIMES_MAX = 4.0
+FLOOR_TIMES_MAX = 3.0
 
 
 def run(scale: Scale) -> Report:

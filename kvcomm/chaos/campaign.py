@@ -40,8 +40,10 @@ class Verdict:
     undecided_count: int
     """Registers whose history was too hard to judge."""
     operation_count: int
+    done_count: int
+    """Of the operations: those that were done."""
     strong_count: int
-    """Of the operations: those on strong records."""
+    """Of those that were done: on strong records."""
     simulated_s: float
     cpu_s: float
     world: str
@@ -63,6 +65,7 @@ class Summary:
 
     seed_count: int = 0
     operation_count: int = 0
+    done_count: int = 0
     strong_count: int = 0
     simulated_s: float = 0.0
     cpu_s: float = 0.0
@@ -72,6 +75,7 @@ class Summary:
     def add(self, verdict: Verdict) -> None:
         self.seed_count += 1
         self.operation_count += verdict.operation_count
+        self.done_count += verdict.done_count
         self.strong_count += verdict.strong_count
         self.simulated_s += verdict.simulated_s
         self.cpu_s += verdict.cpu_s
@@ -83,7 +87,8 @@ class Summary:
         """One line.  ``n`` clean seeds bound the rate of failures a seed by 3/n with 95 % confidence."""
         undecided = f", {self.undecided_count} registers undecided" if self.undecided_count else ""
         return (
-            f"{self.seed_count} seeds, {self.operation_count} operations ({self.strong_count} strong), "
+            f"{self.seed_count} seeds, {self.operation_count} operations "
+            f"({self.done_count} done, {self.strong_count} of them strong), "
             f"{self.simulated_s / 3600:.2f} simulated hours in {self.cpu_s / 3600:.3f} CPU hours "
             f"({self.simulated_s / max(self.cpu_s, 1e-9):.0f} to 1){undecided}: "
             f"{len(self.failed)} broke a promise {self.failed or ''}".rstrip()
@@ -129,13 +134,15 @@ def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict
     plan, clients = world_of(seed, mode, workload)
     result = simulate(plan, workload=clients)
     operations = result.history.operations()
+    done = [operation for operation in operations if operation.outcome == "ok"]
     return Verdict(
         seed,
         mode,
         result.violations[: SHOWN_MAX + 1],
         len(result.undecided),
         len(operations),
-        sum(operation.invoked.kind in KINDS for operation in operations),
+        len(done),
+        sum(operation.invoked.kind in KINDS for operation in done),
         result.simulated_s,
         time.process_time() - begin,
         json.dumps(result.plan.describe(), sort_keys=True) if result.violations else "",

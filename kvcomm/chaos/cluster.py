@@ -87,7 +87,7 @@ class Birth:
 
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     """A shard; ``shard`` takes the place of the shipped class."""
-    from l3_shard.desk import ShardLimits
+    from l3_shard.desk import ShardLimits, strong_wait_s
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
     from l3_shard.scrub import ScrubOptions
@@ -102,14 +102,17 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         NO_RING,
         node_tenant=birth.node_tenant,
         origin_ms=birth.origin_ms,
-        limits=ShardLimits(request_timeout_s=plan.request_timeout_s),
+        limits=ShardLimits(
+            request_timeout_s=plan.request_timeout_s,
+            strong_timeout_s=min(plan.request_timeout_s, 0.75 * strong_wait_s(plan.ask_timeout_s)),
+        ),
         repair=(
             None
             if interval_s is None
             else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
         ),
         notes=birth.notes,
-        strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter),
+        strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
     )
 
 
@@ -164,6 +167,7 @@ def shipped_strong_disk(
     import msgspec
 
     from kvcomm.errors import Corrupt
+    from l3_shard.acceptor import EMPTY
     from l3_shard.envelope import decode_value, encode_value
     from l3_shard.replica import later
 
@@ -177,7 +181,7 @@ def shipped_strong_disk(
         "always",
         encode=encode_value,
         decode=decode,
-        removes=lambda state: False,
+        removes=lambda state: state == EMPTY,
         entry=None,
         damage=(Corrupt, msgspec.DecodeError),
         later=later,
@@ -276,12 +280,13 @@ class Cluster:
 
     def found(self, within_s: float) -> None:
         """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
-        yet."""
-        while not all(self.votes(name) for name in self.names):
-            if self.world.now >= within_s:
-                self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
-                return
+        yet.  Nobody dies meanwhile."""
+        self.calm = True
+        while not all(self.votes(name) for name in self.names) and self.world.now < within_s:
             self.world.run(self.world.now + 0.02)
+        self.calm = False
+        if not all(self.votes(name) for name in self.names):
+            self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
 
     def votes(self, name: str) -> bool:
         """Whether a shard is up and votes on strong records."""
@@ -509,7 +514,7 @@ class ShardProcess:
 
     def _ask(self, effect: AskPeer) -> None:
         try:
-            address = self.machine.ring.shard(effect.node).address
+            address = self.machine.shard(effect.node).address
         except KeyError:
             failure = Failure("unavailable", f"no address of {effect.node}")
             self.deliver(Answered(effect.ticket, failure))

@@ -57,6 +57,8 @@ class Plan:
     strong_mix: tuple[tuple[str, int], ...] = (
         ("read", 4), ("set", 3), ("cas", 3), ("change", 1), ("clear", 1),
     )  # fmt: skip
+    tombstone_age_s: float = 2.0
+    """What is left of a deleted strong record is removed after so long."""
     spread: bool = False
     """Clients prefer different coordinators of one record, where every shard owns all records."""
     faults: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ from kvcomm.chaos.plan import FAULTS, Mode, Plan
 
 HASTY_S = 0.05
 """Where a hop with its sync takes less, short time-outs are enough."""
+PATIENT_S = 0.2
+"""Where it may take more, an operator would set longer ones: a strong change is two hops."""
 LASTING = (
     "halves",
     "bridge",
@@ -80,6 +82,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
             ("clear", strong.between(0, 2)),
         ),
         spread=strong.chance(0.5),
+        tombstone_age_s=strong.choice((0.5, 2.0, 600.0)),
         faults=_faults(draw) + _faults_of_voters(strong, strong_percent),
         fault_every_s=draw.choice((0.3, 0.8, 2.5)),
         fault_for_s=draw.choice((0.5, 2.0, 6.0)),
@@ -88,6 +91,8 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
     slowest_s = plan.weather.delay_s[1] + plan.commit_s[1] + plan.turn_s + plan.load_s
+    if slowest_s > PATIENT_S:
+        return replace(plan, request_timeout_s=4.5, ask_timeout_s=6.0, operation_timeout_s=18.0, quiet_s=20.0)
     return _hasty(plan) if slowest_s < HASTY_S and strong.chance(0.6) else plan
 
 

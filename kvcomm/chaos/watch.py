@@ -43,8 +43,6 @@ _FENCED = (
     StrongRead, StrongChange, StrongPrepare, StrongAccept, StrongEnter,
 )  # fmt: skip
 """Requests of an epoch."""
-_VERSIONS_MAX = 8
-"""Versions that a register remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +115,11 @@ class Watch:
             self.report("votes", f"{node} granted {request} and has promised {promised!r}, {accepted!r}")
 
     def _check_decided(self, node: str, key: bytes, version: bytes) -> None:
+        """Versions grow: a disk has the change, or one that was made after it."""
         holders = [
             name
             for name, disk in sorted(self._strong_disks.items())
-            if any(_has(state.register, version) for state in disk.held(key))
+            if any(state.register.version >= version for state in disk.held(key))
         ]
         if len(holders) < self._majority:
             self.report(
@@ -181,9 +180,3 @@ class Watch:
     def report(self, promise: str, text: str) -> None:
         """Note a broken promise."""
         self.violations.append(Violation(promise, f"at {self._now():.6f}: {text}"))
-
-
-def _has(register: StrongRegister, version: bytes) -> bool:
-    """Whether it holds that change, or descends from it by more changes than it remembers."""
-    versions = register.versions
-    return version in versions or (len(versions) >= _VERSIONS_MAX and versions[0] > version)

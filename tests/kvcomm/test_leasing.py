@@ -29,7 +29,7 @@ from l3_shard.acceptor import NOTHING, changed
 from l3_shard.proposer import READ, apply
 from tests.peers import IDENTITY, until
 
-TTL_S = 0.3
+TTL_S = 1.0
 
 
 class Registers:
@@ -148,6 +148,7 @@ def test_held_renews_until_its_end_and_releases(contender: Callable[[], Lease], 
     assert contender().acquire(deadline_s=0.05) == 2
 
 
+@pytest.mark.slow
 def test_a_loss_is_told_to_the_callback_and_at_the_end(
     contender: Callable[[], Lease], registers: Registers
 ) -> None:

@@ -23,7 +23,7 @@ from tests.system.lab import WallClock, faketime_library
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-TTL_S = 1.0
+TTL_S = 3.0
 HOLDER = """
 import sys, threading, time
 from kvcomm import connect
@@ -34,10 +34,10 @@ config, instance, name = sys.argv[1:]
 with connect(config, instance=instance) as kv:
     told = threading.Event()
     try:
-        with kv.lease(name, ttl_s=1.0).held(lost=lambda error: told.set()) as lease:
+        with kv.lease(name, ttl_s=3.0).held(lost=lambda error: told.set()) as lease:
             print("held", lease.epoch, flush=True)
             epoch, strong = lease.epoch, kv.strong(name)
-            while not told.is_set():
+            while not told.wait(0.01):
                 try:
                     strong.put("k", b"old", fence=epoch)  # the bare number: as a message that is under way
                     print("wrote", flush=True)
@@ -145,7 +145,7 @@ def test_epochs_grow_over_releases_deletes_and_restarts(cluster: Cluster, kv: Cl
 def test_a_lease_lives_through_the_death_of_one_shard(cluster: Cluster, kv: Client) -> None:
     lost: list[Exception] = []
     shard = next(each.node for each in cluster.instance.nodes() if each.role == "shard")
-    with kv.lease("survivor", 3.0).held(lost=lost.append) as lease:
+    with kv.lease("survivor", TTL_S).held(lost=lost.append) as lease:
         before, begin = cluster.kill(shard, signal.SIGKILL), time.monotonic()
         cluster.restarted(before)
         eventually(lambda: time.monotonic() > begin + 4.0)
