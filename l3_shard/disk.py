@@ -51,7 +51,8 @@ WAITING_MAX = 65_536
 """Keys that wait to be written; the oldest is dropped for one more."""
 FLUSH_S = 1.0
 """At the end, for what waits to be written."""
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+"""For the write under way; with what is before it, less than a launcher waits until it kills."""
 OPEN_TIMEOUT_S = 10.0
 ADOPTED_AT_ONCE = 512
 """Files that were found are taken up so many at a time, 4 ms; requests go in between."""
