@@ -327,6 +327,23 @@ def test_28_a_full_disk_stops_taking_serves_on_and_recovers(tmp_path: Path) -> N
         assert fetched(kv, again, salt=1) == BLOCKS
 
 
+def test_a_shard_whose_disk_hangs_serves_on_and_comes_to_its_end(tmp_path: Path) -> None:
+    """Opening a pipe that nobody reads from lasts as long as a disk that does not answer."""
+    namespace = make_namespace("hangs")
+    disk = tmp_path / "disk"
+    with cluster_with(tmp_path, copies=1, disk=disk) as cluster, cluster.client() as kv:
+        eventually(lambda: all(state(node) == "on" for node in shards_of(cluster)))
+        for key in keys_of(cluster, namespace):
+            for node in shards_of(cluster):
+                os.mkfifo(disk / node.node / key.hex()[:2] / f"{key.hex()}.part")
+        publish(kv, namespace)
+        assert fetched(kv, namespace) == BLOCKS
+        assert not any(written(node) for node in shards_of(cluster))
+        before = cluster.kill(shards_of(cluster)[0].node, signal.SIGTERM)
+        after = cluster.restarted(before)
+        eventually(lambda: state(after) == "on")
+
+
 def test_status_tells_of_the_disk(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
