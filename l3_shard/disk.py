@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -132,7 +133,8 @@ class BlockDisk:
         self._health = DiskHealth()
         self._writer = DiskThreads(1, "kvcomm-disk-write")
         self._readers = DiskThreads(READ_THREADS, "kvcomm-disk-read")
-        self._waiting: dict[BlockKey, None] = {}  # in order
+        # In order; taking the first of a long plain dict passes over all that were taken before.
+        self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
         self._write: _Write | None = None
         self._reads: dict[BlockKey, _Read] = {}
         self._reading_bytes = 0
@@ -157,7 +159,7 @@ class BlockDisk:
         for key in keys:
             self._waiting[key] = None
         while len(self._waiting) > WAITING_MAX:
-            del self._waiting[next(iter(self._waiting))]
+            self._waiting.popitem(last=False)
             self._dropped_count += 1
         self._pump()
 
@@ -277,8 +279,7 @@ class BlockDisk:
             if not self._health.writes(self._clock()):
                 self._wait_for_room()
                 break
-            key = next(iter(self._waiting))
-            del self._waiting[key]
+            key, _ = self._waiting.popitem(last=False)
             if key not in self._index:
                 self._begin(key)
         self._note_idle()
