@@ -20,6 +20,7 @@ from kvcomm.wire.messages import (
     BlockPresence,
     BlockPut,
     BlockStored,
+    BlockSuspect,
     Failure,
     Message,
 )
@@ -234,6 +235,23 @@ def test_what_the_hedge_lacks_is_still_awaited_from_the_slow_one():
     tier = shards.tier()
     owned = {index for index, key in enumerate(KEYS) if "a" in tier.ring.block_owners(key)}
     assert set(shards.fetch(tier)) == owned
+
+
+def test_a_shard_that_left_the_ring_long_ago_is_not_told_of_its_damage():
+    """It is unknown by then where to call it."""
+    shards = two_copies()
+    tier = shards.tier()
+    shards.blocks["a"] = {key: bytes(len(copy)) for key, copy in shards.blocks["a"].items()}
+
+    def renew(node: str, message: Message) -> Message | None:
+        for epoch in (2, 3):
+            if node == "a" and isinstance(message, BlockGet):
+                tier._routes._adopt(encode_map(ring_map("bc", epoch=epoch, block_copies=2)))
+        return None
+
+    shards.special = renew
+    assert len(shards.fetch(tier)) == COUNT and tier.counts.damaged_count
+    assert not any(isinstance(message, BlockSuspect) for _, message in shards.asked)
 
 
 @pytest.mark.slow
