@@ -591,6 +591,29 @@ def test_a_damaged_record_that_was_written_over_is_no_witness_until_the_others_h
     assert [sibling.value for sibling in after.siblings] == [b"w", b"v"]
 
 
+def test_a_damaged_record_is_whole_only_with_what_every_answer_told():
+    """The first answer finds the record busy and is not merged; the last one must not make it whole without
+    it."""
+    bench = Bench(limits=ShardLimits(recent_bytes_max=0, changes_max=1))
+    (load,) = bench.ask(put())
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    told_b, told_c = asks_of(effects, "b", "c")
+    assert bench.ask(put(b"next"), 2) == [], "it waits, and the line is full"
+    bench.on(Answered(told_b, RecordStates([OTHER])))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    bench.on(Answered(told_c, RecordStates([None])))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    after = persist.writes[0][1]
+    bench.on(Persisted(ticket_of(persist)))
+    (load,) = bench.ask(RecordFetch(1, [K]), 3, tenant=NODE_TENANT)
+    (reply,) = bench.on(Loaded(ticket_of(load), (after,)))
+    assert reply == Reply(origin(3, NODE_TENANT), RecordStates([after]))
+    assert OTHER.siblings[0] in after.siblings
+
+
 def test_a_refused_write_of_a_damaged_record_writes_nothing():
     bench = Bench("a", replicas=1, write=1)
     (load,) = bench.ask(put(context={f"{DRAWN}.2": 7}))
