@@ -853,6 +853,8 @@ class Shard:
             self._check_epoch(message.epoch)
         if message.limit < 1:
             raise Refused(f"a scan's limit starts at 1, got {message.limit}")
+        if not self._caught_up:  # a caller counts on everything acknowledged being named by some write quorum
+            raise Unavailable(f"{self.node} has a new store and may lack names that it knew; ask the others")
         request = self._desk.open(origin, 1)
         request.expire = partial(
             self._desk.close, request, Unavailable("the scan took too long; ask for fewer keys")

@@ -15,7 +15,9 @@ from kvcomm.wire.messages import (
     LeafGet,
     Message,
     RecordGet,
+    RecordKeys,
     RecordPut,
+    RecordScan,
     RecordState,
     RecordStates,
     RecordVersions,
@@ -62,8 +64,12 @@ def put(
 
 
 def get(cluster: Cluster, node: str, key: bytes) -> Message:
+    return ask(cluster, node, RecordGet(1, [key]))
+
+
+def ask(cluster: Cluster, node: str, message: Message) -> Message:
     answers: list[Message] = []
-    cluster.call(node, RecordGet(1, [key]), answers.append)
+    cluster.call(node, message, answers.append)
     cluster.run(until=cluster.now + 1.5)
     (answer,) = answers
     return answer
@@ -197,8 +203,11 @@ def test_a_new_store_is_no_witness_until_it_has_caught_up():
     answer = get(cluster, "b", b"k")
     assert isinstance(answer, RecordStates) and answer.degraded, "only a could be asked, and a may not know"
     assert not counts(cluster, "b").caught_up
+    names = ask(cluster, "b", RecordScan(b"", b"", 9))
+    assert isinstance(names, Failure) and names.code == "unavailable", "it does not name what it lost"
     cluster.away = set()
     quiet(cluster)
+    assert ask(cluster, "b", RecordScan(b"", b"", 9)) == RecordKeys([b"k"])
     answer = get(cluster, "b", b"k")
     assert isinstance(answer, RecordStates) and not answer.degraded and values(answer.states[0]) == [b"v"]
     assert held(cluster) == [[b"v"]] * 3
