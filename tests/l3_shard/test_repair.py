@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from kvcomm.version import COUNTER_MAX
 from kvcomm.wire.messages import (
     Failure,
     LeafGet,
@@ -288,6 +289,18 @@ def test_a_write_after_the_burial_is_not_taken_for_one_that_was_seen():
 
 
 @pytest.mark.slow
+def test_a_counter_that_cannot_be_never_becomes_the_floor():
+    """A context is what a client says.  Were this tombstone removed, every new record of every tenant would
+    have to begin above its counter, and could not."""
+    cluster = cluster_of()
+    mine = cluster.shards["a"].replica
+    put(cluster, "b", b"k", None, {mine: COUNTER_MAX - 1})
+    quiet(cluster, OPTIONS.tombstone_age_s + 5 * OPTIONS.interval_s)
+    assert held(cluster) == [[], [], []], "the tombstone stays"
+    for number in range(3):
+        put(cluster, "a", b"new", b"v%d" % number, {})
+
+
 def test_nothing_is_buried_under_another_placement():
     cluster = cluster_of()
     written_then_deleted(cluster)
