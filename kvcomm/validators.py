@@ -12,6 +12,7 @@ record of ``kv.strong``.  Such a record can still be written as long as that doe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -73,6 +74,8 @@ class Rule:
                 raise ValueError(
                     f"{self.names}: records of class {kind} have no {name}, only {', '.join(has)}"
                 )
+        if any(math.isnan(bound) for bound in (self.min, self.max) if bound is not None):
+            raise ValueError(f"{self.names}: nothing is above or below nan")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"{self.names}: min {self.min} is above max {self.max}")
         object.__setattr__(self, "_parts", parts)

@@ -70,6 +70,7 @@ def test_a_star_stays_within_its_part(names: str, record: bytes, applies: bool) 
         ({"names": "set/a/b", "min": 0}, "have no min, only value_bytes_max, matches, count_max"),
         ({"names": "counter/a/b", "matches": "x"}, "only min, max"),
         ({"names": "counter/a/b", "min": 2, "max": 1}, "above"),
+        ({"names": "counter/a/b", "min": float("nan"), "max": 1}, "below nan"),
         ({"names": "counter/a/b", "min": "2"}, "min is '2'"),
         ({"names": "counter/a/b", "min": True}, "min is True"),
         ({"names": "counter/a/b", "least": 2}, "no 'least'"),
