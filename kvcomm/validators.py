@@ -74,7 +74,7 @@ class Rule:
                 raise ValueError(
                     f"{self.names}: records of class {kind} have no {name}, only {', '.join(has)}"
                 )
-        if any(math.isnan(bound) for bound in (self.min, self.max) if bound is not None):
+        if any(isinstance(bound, float) and math.isnan(bound) for bound in (self.min, self.max)):
             raise ValueError(f"{self.names}: nothing is above or below nan")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"{self.names}: min {self.min} is above max {self.max}")

@@ -62,7 +62,7 @@ class Local(Generic[S]):
 Reader = Callable[[Local[S]], None]
 
 TURN_BYTES = 1 << 20
-"""A change of a set of 4,000 elements takes 13 ms: 256 of them in one turn would hold all others up for 3 s."""
+"""A change of a set of 4,000 elements takes 13 ms: 256 in one turn would hold up all others for 3 s."""
 DAMAGED_MAX = 65_536
 """Damaged records remembered; over it they are forgotten, and found once more."""
 
