@@ -553,7 +553,10 @@ class RecordStore:
 
     def _check_room(self, need_bytes: int) -> None:
         """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
-        free_bytes = self._free_bytes(self._directory)
+        try:
+            free_bytes = self._free_bytes(self._directory)
+        except OSError as error:
+            raise DiskFailed(f"the disk does not say how much room it has: {error}") from error
         if free_bytes < RESERVE_BYTES + 2 * need_bytes:
             raise DiskFull(
                 f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}; "
