@@ -88,7 +88,7 @@ class Hints:
             if note.startswith(PREFIX):
                 try:
                     found.append(decoder.decode(value))
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except msgspec.DecodeError:
                     self._save(note, None)
         return found
 

@@ -142,7 +142,7 @@ def test_a_write_that_breaks_an_invariant_ends_the_shard_and_holds_up_nobody(tmp
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        commits = Commits(RecordStore(tmp_path / "r", fsync=fsync), pytest.fail, reasons.append)
+        commits = Commits(RecordStore(tmp_path / "r", fsync=fsync), lambda event: None, reasons.append)
         commits.perform(persist(1))
         await asyncio.wait_for(commits.close(), 10)
 
