@@ -57,7 +57,7 @@ class HintCounts:
     delivered: int = 0
     expired: int = 0
     void: int = 0
-    """The node does not keep the record any more, or the record could not be read here."""
+    """The node does not keep the record any more or cannot merge it, or it could not be read here."""
 
 
 class Hints:

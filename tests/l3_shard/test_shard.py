@@ -127,6 +127,23 @@ def test_a_put_is_loaded_persisted_replicated_and_answered_at_the_quorum():
     assert bench.shard.deadline() is None
 
 
+def test_a_record_that_a_replica_cannot_merge_does_not_take_its_neighbours_with_it():
+    bench = Bench()
+    (load,) = bench.ask(RecordPut(1, [RecordWrite(b"k", b"v", {}), RecordWrite(b"l", b"v", {})]))
+    (persist,) = bench.on(Loaded(ticket_of(load), (None, None)))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (to_b, to_c) = asks_of(effects, "b", "c")
+    bench.on(Answered(to_c, Failure("unavailable", "away")))
+    apart = bench.on(Answered(to_b, Failure("too_large", "too many replicas")))
+    messages = [effect.message for effect in apart if isinstance(effect, AskPeer)]
+    assert [each.keys for each in messages if isinstance(each, RecordReplicate)] == [[K], [TENANT + b"l"]]
+    with_k, with_l = asks_of(apart, "b")
+    assert bench.on(Answered(with_l, Done())) == []
+    (reply,) = bench.on(Answered(with_k, Failure("too_large", "too many replicas")))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordFates)
+    assert [fate.code for fate in reply.message.fates] == ["outcome_unknown", ""]
+
+
 def test_nothing_leaves_before_it_is_durable():
     bench = Bench()
     (load,) = bench.ask(put())
