@@ -119,22 +119,22 @@ def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
     done(world, "a", "put", b"1")
     world.run()
     held: list[tuple[str, int, Persist]] = []
-    persist = world._strong_persist
+    write = world._strong_persist
 
-    def hold(node: str, life: int, effect: Persist) -> None:
-        if node == "b" and any(key == MEMBERSHIP_KEY for key, _ in effect.writes):
-            held.append((node, life, effect))
+    def hold(node: str, life: int, persist: Persist) -> None:
+        if node == "b" and any(key == MEMBERSHIP_KEY for key, _ in persist.writes):
+            held.append((node, life, persist))
         else:
-            persist(node, life, effect)
+            write(node, life, persist)
 
     world._strong_persist = hold  # type: ignore[method-assign]
     damage(world, "b")
     change(world, "b", "read")
     world.until(lambda: bool(held))
-    world._strong_persist = persist  # type: ignore[method-assign]
+    world._strong_persist = write  # type: ignore[method-assign]
     assert entry_of(world, "b") == 1
     for each in held:
-        persist(*each)
+        write(*each)
     assert entry_of(world, "b") == 2
     world.until(lambda: healed(world, "b"))
 
