@@ -13,8 +13,8 @@ A membership whose own bytes are damaged is no membership, and its shard a stran
 
 A stranger or candidate enters in two passes over the other shards:
 
-1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  One more than the highest
-   number is taken.
+1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  A number above the highest is
+   taken, and above all that our lost disk can have taken besides.
 2. **What do you have?**  ``StrongEnter`` with that number: the other shard notes the entry durably, *then*
    lists its states of the records that we own, page by page.  From then on it tells every proposer about our
    entry, and votes from before do not count any more (``l3_shard.quorum``).
@@ -78,6 +78,9 @@ TENANT_BYTES = 16
 PAGE_KEYS = 256
 PAGE_BYTES = 4 << 20
 RETRY_S = 0.2
+LIFE_ENTRIES = 1 << 20
+"""Entry numbers of one disk: it may have taken some that it could tell nobody (``l3_shard.healing``), and its
+successor takes none of those."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -371,7 +374,7 @@ class Entering:
         told = [node for node, peer in self._peers.items() if peer.told]
         listed = [node for node, peer in self._peers.items() if peer.listed]
         if settled is not None and not self._number and self._reached(settled, told):
-            self._number = 1 + self._known
+            self._number = self._known + (LIFE_ENTRIES if self._known else 1)
             fresh, self._fresh = self._fresh, self._fresh or not (self._known or self._copy)
             if self._fresh and not fresh:  # noted before others note our entry: a crash must not forget it
                 self._store("stranger" if self._state == "stranger" else "candidate")

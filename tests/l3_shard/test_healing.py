@@ -139,6 +139,22 @@ def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
     world.until(lambda: healed(world, "b"))
 
 
+def test_a_lost_disk_has_taken_no_entry_that_its_successor_takes():
+    """``b`` took one to heal and could tell nobody; votes under it may be on their way."""
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b")
+    world.isolate("b")
+    change(world, "b", "read")
+    world.run(world.now + 1)
+    assert "heal as entry 2" in world.story("b")
+    world.lose("b")
+    world.cuts.clear()
+    world.settle()
+    assert entry_of(world, "b") > 2
+
+
 def entry_of(world: StrongWorld, node: str) -> int:
     """As its votes name it."""
     answers: list[Message] = []
