@@ -35,6 +35,10 @@ the newer one from the refusal.
 
 The price: for the moments in which two nodes have different configurations, rounds between them are refused
 and repeated.
+
+**Limit.**  A pending map stays in every quorum until it or a newer one is settled, and a newer one is settled
+by majorities of its owners too: while a record's majority by a pending map is away the record is
+``Unavailable``, and if it never returns nothing is settled any more.
 """
 
 from __future__ import annotations
