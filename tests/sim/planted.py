@@ -53,8 +53,9 @@ from kvcomm.wire.messages import (
     StrongRegister,
     StrongState,
 )
-from l3_shard import acceptor, dvv, entering, proposer, quorum, strong
+from l3_shard import acceptor, dvv, entering, proposer, quorum
 from l3_shard.changing import Changing
+from l3_shard.configuration import Configuration
 from l3_shard.lines import Local
 from l3_shard.proposer import Proposal
 from l3_shard.quorum import Quorum, Standing
@@ -477,8 +478,12 @@ def _half(group: Sequence[str]) -> int:
     return max(1, len(group) // 2)
 
 
-def _owners_only(settled: Sequence[str], owners: Sequence[str]) -> Quorum:
-    return Quorum((tuple(owners),))
+_quorum = Configuration.quorum
+
+
+def _owners_only(self: Configuration, name: bytes) -> Quorum:
+    joint = _quorum(self, name)
+    return replace(joint, groups=joint.groups[-1:])
 
 
 def _everybody_counts(standings: Mapping[str, Standing]) -> list[str]:
@@ -632,7 +637,7 @@ STRONG = {
         "counts copies", (LIN,), patches=((acceptor, "learn", _learned_as_voted),)
     ),
     "move without joint quorum": Planted(
-        "asks the new owners only", (LIN, "durability"), patches=((strong, "joint", _owners_only),)
+        "asks the new owners only", (LIN, "durability"), patches=((Configuration, "quorum", _owners_only),)
     ),
     "ballot reused after restart": Planted(
         "has the same incarnation", ("ballots", LIN), Parts(shard=_one_incarnation)

@@ -73,10 +73,11 @@ def test_a_summary_counts_and_names_what_failed() -> None:
 RARE = {
     "damage forgotten",
     "group commit lies",
+    "id kept after disk loss",
     "least context ignored",
     "change made twice",
     "move without joint quorum",
-    "deleted record is forgotten",
+    "empty acceptor votes",
     "strong failed sync ignored",
     *MASKED,
 }
