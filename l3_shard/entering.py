@@ -225,7 +225,7 @@ class Entering:
         """``None`` until we know."""
         self.heard_of: Configuration | None = None
         """What a voter told us that is none of our own yet: whom to ask."""
-        self.floor = NO_BALLOT
+        self._floor = NO_BALLOT
         self.confirmed: tuple[int, ...] = ()
         self.cursor: bytes | None = b""
         self._moved = moved
@@ -265,6 +265,12 @@ class Entering:
         return self._durable[2]
 
     @property
+    def floor(self) -> bytes:
+        """Ours, as it is on the disk: it stands for promises that are gone, and one that a crash takes back
+        would take them along."""
+        return self._durable[1]
+
+    @property
     def maps(self) -> tuple[int, ...]:
         """Epochs of the configuration."""
         return () if self.configuration is None else self.configuration.maps
@@ -273,7 +279,7 @@ class Entering:
     def told(self) -> bytes:
         """The configuration as it travels in the detail of a failure."""
         assert self.configuration is not None, "a voter has one"
-        return encode(self.configuration.to_message(self._ring().epoch, self.floor))
+        return encode(self.configuration.to_message(self._ring().epoch, self._floor))
 
     def hear_of(self, configuration: Configuration) -> None:
         """A voter's, while we are none: its shards are worth asking."""
@@ -288,10 +294,10 @@ class Entering:
         before = self.maps
         ours = self.configuration
         self.configuration = configuration if ours is None else ours.merged(configuration)
-        self.floor = max(self.floor, floor)
+        self._floor = max(self._floor, floor)
         if self.maps != before:
             self._moved()
-        if self._durable[:2] == (self.maps, self.floor):
+        if self._durable[:2] == (self.maps, self._floor):
             done(None)
         else:
             self._store(None, done)
@@ -352,7 +358,7 @@ class Entering:
         self._state, self._copy = "stranger", local.damaged
         if stored is None or local.damaged:
             return
-        self.entries, self.floor = dict(stored.entries), stored.floor
+        self.entries, self._floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
         self._fresh = stored.fresh and not self._copy
         if self._copy:
@@ -361,7 +367,7 @@ class Entering:
         if stored.settled is not None:
             self.configuration = from_maps(stored.settled, stored.pending)
             self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
-            self._durable = (self.maps, self.floor, self._entry)
+            self._durable = (self.maps, self._floor, self._entry)
             self._state = "voter" if self._entry else "candidate"
 
     def _go_on(self) -> None:
@@ -482,12 +488,12 @@ class Entering:
         except Corrupt:
             return
         entry = answer.entries.get(node, 0)
-        if number and entry != peer.entry:  # it lost its disk meanwhile: from the beginning
+        if number and entry != peer.entry and peer.after:  # it lost its disk meanwhile: from the beginning
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
         peer.configuration, peer.entry, peer.told = configuration, entry, True
         peer.fresh = answer.fresh
-        self.floor = max(self.floor, answer.floor)
+        self._floor = max(self._floor, answer.floor)
         self._note(answer.entries)
         if number:
             self._learn(peer, answer, states)
@@ -553,7 +559,7 @@ class Entering:
 
         def member() -> Member:
             nonlocal written
-            written = (self.maps, self.floor, self._entry)
+            written = (self.maps, self._floor, self._entry)
             settled, pending = None, list[RingMap]()
             if self.configuration is not None:
                 settled = self.configuration.settled.to_map()
@@ -566,7 +572,7 @@ class Entering:
                 entries,
                 settled,
                 pending,
-                self.floor,
+                self._floor,
                 confirmed,
                 self.cursor,
                 self._fresh,
@@ -691,7 +697,7 @@ class Entering:
             entries[self._node] = self.entry
         if self.configuration is None:
             return StrongListed(entries, None, keys, states, resume)
-        known = self.configuration.to_message(0, self.floor)
+        known = self.configuration.to_message(0, self._floor)
         return StrongListed(
             entries, known.settled, keys, states, resume, known.pending, known.floor, self._fresh
         )

@@ -234,7 +234,12 @@ class Cluster:
             name: self.parts.strong_disk(self.world.draw.fork(name), self._new_replica) for name in self.names
         }
         self.watch = Watch(
-            self.disks, self.strong_disks, plan.write_need, plan.majority, lambda: self.world.now
+            self.disks,
+            self.strong_disks,
+            plan.write_need,
+            plan.majority,
+            self._floor,
+            lambda: self.world.now,
         )
         self.broken: set[str] = set()
         """Nodes that stay down."""
@@ -306,6 +311,17 @@ class Cluster:
         """The shard's database with strong records is gone."""
         self.strong_disks[name].lose()
         self._emptied.add(name)
+
+    def _floor(self, name: str) -> bytes:
+        """What the shard's disk promises for all strong records that it does not have."""
+        import msgspec
+
+        from l3_shard.entering import MEMBERSHIP_KEY, Member
+
+        membership = self.strong_disks[name].states().get(MEMBERSHIP_KEY)
+        if membership is None or membership.register.value is None:
+            return b""
+        return msgspec.msgpack.decode(membership.register.value, type=Member).floor
 
     def kill(self, name: str, restart_after_s: float | None = None) -> None:
         """As ``kill -9``; comes back by itself after ``restart_after_s``."""

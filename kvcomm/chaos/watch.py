@@ -62,6 +62,7 @@ class Watch:
     strong_disks: with the strong ones.
     need: disks that an acknowledged write is on.
     majority: disks that an acknowledged strong change is on.
+    floor: what a node's disk promises for every strong record that it does not have.
     now: seconds of the simulation.
     """
 
@@ -71,11 +72,12 @@ class Watch:
         strong_disks: Mapping[str, Disk[StrongState]],
         need: int,
         majority: int,
+        floor: Callable[[str], bytes],
         now: Callable[[], float],
     ) -> None:
         self.violations: list[Violation] = []
         self._disks, self._strong_disks = disks, strong_disks
-        self._need, self._majority, self._now = need, majority, now
+        self._need, self._majority, self._floor, self._now = need, majority, floor, now
         self._accepted: dict[tuple[bytes, bytes], tuple[StrongRegister, str]] = {}
         self._written: dict[tuple[bytes, str, int], tuple[int, bytes | None]] = {}
         self._dots: dict[tuple[bytes, bytes], tuple[str, int]] = {}
@@ -107,11 +109,14 @@ class Watch:
                 self._check_merged(node, key, state)
 
     def _check_vote(self, node: str, request: StrongPrepare | StrongAccept, answer: Message) -> None:
-        """A vote that a crash takes back lets two proposers both succeed."""
+        """A vote that a crash takes back lets two proposers both succeed.  A record may be removed in the
+        write that its promise is in: then the floor has to stand for that."""
         if not isinstance(answer, StrongPromised | StrongAccepted) or not answer.granted:
             return
         held = self._strong_disks[node].held(request.key)
         promised = max((state.promised for state in held), default=b"")
+        if request.key not in self._strong_disks[node].values:
+            promised = max(promised, self._floor(node))
         accepted = max((state.accepted for state in held), default=b"")
         if promised < request.ballot or (isinstance(request, StrongAccept) and accepted < request.ballot):
             self.report("votes", f"{node} granted {request} and has promised {promised!r}, {accepted!r}")

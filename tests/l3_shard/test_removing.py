@@ -12,7 +12,7 @@ from kvcomm.wire.messages import StrongRegister, StrongState
 from l3_shard import acceptor, removing
 from l3_shard.ballot import NO_BALLOT, Ballot
 from l3_shard.quorum import Quorum, Standing
-from l3_shard.removing import _Case, verdict
+from l3_shard.removing import _Case, _Remove, verdict
 from tests.l3_shard.cluster import TENANT, Faults, ring_map
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
 from tests.l3_shard.test_strong import calm, done
@@ -119,6 +119,21 @@ def test_when_a_tombstone_may_go(third: StrongState | None, expected: str):
         if state is not None:
             case.states[node], case.standings[node] = state, Standing(1, {})
     assert verdict(case) == expected
+
+
+def test_a_floor_that_is_not_on_the_disk_yet_stands_for_no_promise():
+    """A crash would take it back, and with it what was removed."""
+    world = calm()
+    strong = world.shards["a"]._strong
+    assert strong is not None and strong._entering.configuration is not None
+    membership = strong._entering
+    tombstone, floor = held(Ballot(5, "a", 1).code, None), Ballot(6, "b", 1).code
+    change = _Remove(tombstone.accepted, membership, lambda error: None)
+    membership.take_up(strong._entering.configuration, floor, lambda error: None)
+    assert membership.floor == NO_BALLOT and change.apply(tombstone) == tombstone
+    done(world, "a", "read")
+    world.run()
+    assert membership.floor == floor and change.apply(tombstone) == acceptor.EMPTY
 
 
 def test_answers_of_an_owner_that_has_lost_its_disk_since_do_not_count():
