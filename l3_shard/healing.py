@@ -58,9 +58,9 @@ class _Round:
     """Some damaged records, under one entry."""
 
     learned: dict[bytes, StrongState]
-    entry: int
     maps: tuple[int, ...]
     """What is told under others does not count: it may have been removed since."""
+    entry: int = 0
     ready: bool = False
     """The entry is on our disk."""
     told: set[str] = field(default_factory=set)
@@ -135,10 +135,8 @@ class Healing:
         for key in list(self._waiting)[:KEYS_MAX]:
             del self._waiting[key]
         if keys:
-            self._round = _Round(
-                dict.fromkeys(keys, acceptor.EMPTY), self._membership.entry + 1, self._membership.maps
-            )
-            self._membership.enter_anew(partial(self._entered, self._round))
+            round_ = self._round = _Round(dict.fromkeys(keys, acceptor.EMPTY), self._membership.maps)
+            round_.entry = self._membership.enter_anew(partial(self._entered, round_))
 
     def _has_others(self, key: bytes) -> bool:
         return all(len(group) > 1 for group in self._groups(key))
