@@ -219,7 +219,7 @@ class Entering:
         """``None`` until we know."""
         self.heard_of: Configuration | None = None
         """What a voter told us that is none of our own yet: whom to ask."""
-        self.floor = NO_BALLOT
+        self._floor = NO_BALLOT
         self.confirmed: tuple[int, ...] = ()
         self.cursor: bytes | None = b""
         self._moved = moved
@@ -259,6 +259,11 @@ class Entering:
         return self._durable[2]
 
     @property
+    def floor(self) -> bytes:
+        """As it is on the disk: what goes because of a floor must not go before it."""
+        return self._durable[1]
+
+    @property
     def maps(self) -> tuple[int, ...]:
         """Epochs of the configuration."""
         return () if self.configuration is None else self.configuration.maps
@@ -282,10 +287,10 @@ class Entering:
         before = self.maps
         ours = self.configuration
         self.configuration = configuration if ours is None else ours.merged(configuration)
-        self.floor = max(self.floor, floor)
+        self._floor = max(self._floor, floor)
         if self.maps != before:
             self._moved()
-        if self._durable[:2] == (self.maps, self.floor):
+        if self._durable[:2] == (self.maps, self._floor):
             done(None)
         else:
             self._store(None, done)
@@ -346,7 +351,7 @@ class Entering:
         self._state, self._copy = "stranger", local.damaged
         if stored is None or local.damaged:
             return
-        self.entries, self.floor = dict(stored.entries), stored.floor
+        self.entries, self._floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
         self._fresh = stored.fresh and not self._copy
         if self._copy:
@@ -355,7 +360,7 @@ class Entering:
         if stored.settled is not None:
             self.configuration = from_maps(stored.settled, stored.pending)
             self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
-            self._durable = (self.maps, self.floor, self._entry)
+            self._durable = (self.maps, self._floor, self._entry)
             self._state = "voter" if self._entry else "candidate"
 
     def _go_on(self) -> None:
@@ -471,7 +476,7 @@ class Entering:
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
         peer.configuration, peer.entry, peer.told = configuration, entry, True
-        self.floor = max(self.floor, answer.floor)
+        self._floor = max(self._floor, answer.floor)
         self._note(answer.entries)
         if number:
             self._learn(peer, answer, states)
@@ -536,7 +541,7 @@ class Entering:
 
         def member() -> Member:
             nonlocal written
-            written = (self.maps, self.floor, self._entry)
+            written = (self.maps, self._floor, self._entry)
             settled, pending = None, list[RingMap]()
             if self.configuration is not None:
                 settled = self.configuration.settled.to_map()
@@ -549,7 +554,7 @@ class Entering:
                 entries,
                 settled,
                 pending,
-                self.floor,
+                self._floor,
                 confirmed,
                 self.cursor,
                 self._fresh,
@@ -674,7 +679,7 @@ class Entering:
             entries[self._node] = self.entry
         if self.configuration is None:
             return StrongListed(entries, None, keys, states, resume)
-        known = self.configuration.to_message(0, self.floor)
+        known = self.configuration.to_message(0, self._floor)
         return StrongListed(entries, known.settled, keys, states, resume, known.pending, known.floor)
 
     # -- looking inside
