@@ -225,7 +225,7 @@ class Entering:
         """``None`` until we know."""
         self.heard_of: Configuration | None = None
         """What a voter told us that is none of our own yet: whom to ask."""
-        self.floor = NO_BALLOT
+        self._floor = NO_BALLOT
         self.confirmed: tuple[int, ...] = ()
         self.cursor: bytes | None = b""
         self.void = False
@@ -270,6 +270,11 @@ class Entering:
         return self._durable[2]
 
     @property
+    def floor(self) -> bytes:
+        """As it is on the disk: what goes because of a floor must not go before it."""
+        return self._durable[1]
+
+    @property
     def maps(self) -> tuple[int, ...]:
         """Epochs of the configuration."""
         return () if self.configuration is None else self.configuration.maps
@@ -310,10 +315,10 @@ class Entering:
         before = self.maps
         ours = self.configuration
         self.configuration = configuration if ours is None else self._followed(ours.merged(configuration))
-        self.floor = max(self.floor, floor)
+        self._floor = max(self._floor, floor)
         if self.maps != before:
             self._moved()
-        if self._durable[:2] == (self.maps, self.floor):
+        if self._durable[:2] == (self.maps, self._floor):
             done(None)
         else:
             self._store(None, done)
@@ -395,7 +400,7 @@ class Entering:
         self._state, self._copy = "stranger", local.damaged
         if stored is None or local.damaged:
             return
-        self.entries, self.floor = dict(stored.entries), stored.floor
+        self.entries, self._floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
         self._wipes = not self._copy and not stored.entry
         self._fresh = stored.fresh and not self._copy
@@ -408,7 +413,7 @@ class Entering:
             unnoted = stored.settled.epoch if stored.pending else FIRST_EPOCH
             self._dropped, self.void = stored.dropped or unnoted, stored.void
             self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
-            self._durable = (self.maps, self.floor, self._entry, self._dropped, self.void)
+            self._durable = (self.maps, self._floor, self._entry, self._dropped, self.void)
             self._state = "voter" if self._entry else "candidate"
 
     def _go_on(self) -> None:
@@ -529,7 +534,7 @@ class Entering:
             return
         before, peer.configuration = self._told_by_now(), configuration
         peer.entry, peer.told = entry, True
-        self.floor = max(self.floor, answer.floor)
+        self._floor = max(self._floor, answer.floor)
         self._note(answer.entries)
         known = self._told_by_now()
         assert known is not None
@@ -605,7 +610,7 @@ class Entering:
 
         def member() -> Member:
             nonlocal written
-            written = (self.maps, self.floor, self._entry, self._dropped, self.void)
+            written = (self.maps, self._floor, self._entry, self._dropped, self.void)
             settled, pending = None, list[RingMap]()
             if self.configuration is not None:
                 settled = self.configuration.settled.to_map()
@@ -618,7 +623,7 @@ class Entering:
                 entries,
                 settled,
                 pending,
-                self.floor,
+                self._floor,
                 confirmed,
                 self.cursor,
                 self._fresh,
@@ -752,7 +757,7 @@ class Entering:
             entries[self._node] = self.entry
         if self.configuration is None:
             return StrongListed(entries, None, keys, states, resume)
-        known = self.configuration.to_message(0, self.floor)
+        known = self.configuration.to_message(0, self._floor)
         told = (known.pending, known.floor, known.origin)
         return StrongListed(entries, known.settled, keys, states, resume, *told)
 
