@@ -367,8 +367,8 @@ class Shard:
                 self._adopt(event.ring_map)
             case WallAdjusted():
                 self._origin_ms = event.origin_ms
-        self._desk.expire()
         self._timers.run(now)
+        self._desk.expire()  # last: what was begun after its time (``recheck``) ends before it did anything
         return self._flush()
 
     def deadline(self) -> float | None:
