@@ -13,8 +13,8 @@ A membership whose own bytes are damaged is no membership, and its shard a stran
 
 A stranger or candidate enters in two passes over the other shards:
 
-1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  One more than the highest
-   number is taken.
+1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  A number above the highest is
+   taken, and above all that our lost disk can have taken besides.
 2. **What do you have?**  ``StrongEnter`` with that number: the other shard notes the entry durably, *then*
    lists its states of the records that we own, page by page.  From then on it tells every proposer about our
    entry, and votes from before do not count any more (``l3_shard.quorum``).
@@ -25,8 +25,8 @@ have nothing; strangers do not count.  Where too many disks are gone nobody can 
 ``Unavailable`` until an operator decides: losing them silently is the worse choice.
 
 A database that has a past as somebody else's, or as ours before its membership was damaged, may be older than
-what the others know.  Its states are merged with theirs; what none of them lists was never decided, or was
-deleted and removed since, and is forgotten before we vote.
+what the others know.  Its states are merged with theirs, and are nobody's votes; what none of them lists was
+never decided, or was deleted and removed since, and is forgotten before we vote.
 
 **Enough** is, by the settled map, a majority of the *others* in every group that we belong to
 (``quorum.informed``), and a majority of every other group: so that whoever loses its disk later hears that it
@@ -79,6 +79,9 @@ TENANT_BYTES = 16
 PAGE_KEYS = 256
 PAGE_BYTES = 4 << 20
 RETRY_S = 0.2
+LIFE_ENTRIES = 1 << 20
+"""Entry numbers of one disk: it may have taken some that it could tell nobody (``l3_shard.healing``), and its
+successor takes none of those."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -128,9 +131,13 @@ class _Learn:
     """A ``Change``: merge another acceptor's state."""
 
     other: StrongState
+    copied: bool
+    """What is here may be somebody else's votes."""
     done: Callable[[KVCommError | None], None]
 
     def apply(self, state: StrongState) -> StrongState:
+        if self.copied and state.accepted != NO_BALLOT:
+            state = StrongState(state.promised, state.accepted, state.register, False)
         return acceptor.learn(state, self.other)
 
     def durable(self, state: StrongState) -> None:
@@ -208,7 +215,7 @@ class Entering:
         refused: Callable[[Message], None],
         moved: Callable[[], None],
     ) -> None:
-        self.entry = 0
+        self._entry = 0
         self.entries: dict[str, int] = {}
         self.configuration: Configuration | None = None
         """``None`` until we know."""
@@ -246,6 +253,12 @@ class Entering:
     @property
     def votes(self) -> bool:
         return self._state == "voter"
+
+    @property
+    def entry(self) -> int:
+        """Ours, as it is on the disk: one that a crash takes back must not be heard of, for it is taken once
+        more after it."""
+        return self._durable[2]
 
     @property
     def maps(self) -> tuple[int, ...]:
@@ -293,10 +306,11 @@ class Entering:
         self.confirmed, self.cursor = maps, cursor
         self._store(None, done)
 
-    def enter_anew(self, done: Callable[[KVCommError | None], None]) -> None:
+    def enter_anew(self, done: Callable[[KVCommError | None], None]) -> int:
         """Take the next entry, for which nothing has been voted yet: see ``l3_shard.healing``."""
-        self.entry += 1
+        self._entry += 1
         self._store(None, done)
+        return self._entry
 
     # -- our own way in
 
@@ -339,12 +353,12 @@ class Entering:
         self._fresh = stored.fresh and not self._copy
         if self._copy:
             return  # a copy of a database: what it knows is true, but there may have been more
-        self.entry = stored.entry
+        self._entry = stored.entry
         if stored.settled is not None:
             self.configuration = from_maps(stored.settled, stored.pending)
             self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
-            self._durable = (self.maps, self.floor, self.entry)
-            self._state = "voter" if self.entry else "candidate"
+            self._durable = (self.maps, self.floor, self._entry)
+            self._state = "voter" if self._entry else "candidate"
 
     def _go_on(self) -> None:
         ring = self._ring()
@@ -362,7 +376,7 @@ class Entering:
         told = [node for node, peer in self._peers.items() if peer.told]
         listed = [node for node, peer in self._peers.items() if peer.listed]
         if settled is not None and not self._number and self._reached(settled, told):
-            self._number = 1 + self._known
+            self._number = self._known + (LIFE_ENTRIES if self._known else 1)
             fresh, self._fresh = self._fresh, self._fresh or not (self._known or self._copy)
             if self._fresh and not fresh:  # noted before others note our entry: a crash must not forget it
                 self._store("stranger" if self._state == "stranger" else "candidate")
@@ -374,7 +388,7 @@ class Entering:
             if self._copy and not self._forgotten:
                 self._forget_after(b"")
                 return
-            self.entry, self.configuration = self._number, settled
+            self._entry, self.configuration = self._number, settled
             self.confirmed, self.cursor, self._fresh = (), b"", False
             self._store("voter")
             return
@@ -499,7 +513,7 @@ class Entering:
             self._listed_keys.update(answer.keys)
         for key, state in zip(answer.keys, states, strict=True):
             try:
-                self._lines.change(key, _Learn(state, done), mends=True)
+                self._lines.change(key, _Learn(state, self._copy, done), mends=True)
             except Refused as error:
                 done(error)
 
@@ -526,7 +540,7 @@ class Entering:
 
         def member() -> Member:
             nonlocal written
-            written = (self.maps, self.floor, self.entry)
+            written = (self.maps, self.floor, self._entry)
             settled, pending = None, list[RingMap]()
             if self.configuration is not None:
                 settled = self.configuration.settled.to_map()
@@ -535,7 +549,7 @@ class Entering:
             confirmed = list(self.confirmed)
             return Member(
                 self._member,
-                self.entry,
+                self._entry,
                 entries,
                 settled,
                 pending,

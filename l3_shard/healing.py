@@ -55,7 +55,7 @@ class _Round:
     """Some damaged records, under one entry."""
 
     learned: dict[bytes, StrongState]
-    entry: int
+    entry: int = 0
     ready: bool = False
     """The entry is on our disk."""
     told: set[str] = field(default_factory=set)
@@ -130,8 +130,8 @@ class Healing:
         for key in list(self._waiting)[:KEYS_MAX]:
             del self._waiting[key]
         if keys:
-            self._round = _Round(dict.fromkeys(keys, acceptor.EMPTY), self._membership.entry + 1)
-            self._membership.enter_anew(partial(self._entered, self._round))
+            round_ = self._round = _Round(dict.fromkeys(keys, acceptor.EMPTY))
+            round_.entry = self._membership.enter_anew(partial(self._entered, round_))
 
     def _has_others(self, key: bytes) -> bool:
         return all(len(group) > 1 for group in self._groups(key))

@@ -12,7 +12,8 @@ Every voter walks through this by itself, from whatever its membership says when
   configuration, and proposers need majorities by all of its maps.
 * **Scanning.**  Every record that this shard has is confirmed (``changing.confirm``): what it holds, and the
   highest ballot promised for it, become known to a quorum of the whole configuration.  How far this went is
-  durable page by page.
+  durable page by page.  It begins when this shard's own fence is durable too: the votes that it gave before
+  are on its disk then, where the scan finds them.
 * **Confirmed.**  When a majority of every group of owners, by every map but the last, has confirmed its
   records under this configuration, the last map is the settled one.  Whoever finds that out tells all others.
 
@@ -34,6 +35,10 @@ the newer one from the refusal.
 
 The price: for the moments in which two nodes have different configurations, rounds between them are refused
 and repeated.
+
+**Limit.**  A pending map stays in every quorum until it or a newer one is settled, and a newer one is settled
+by majorities of its owners too: while a record's majority by a pending map is away the record is
+``Unavailable``, and if it never returns nothing is settled any more.
 """
 
 from __future__ import annotations
@@ -97,6 +102,8 @@ class Settling:
         self._node, self._ring, self._refused = node, ring, refused
         self._peers: dict[str, _Peer] = {}
         self._scan: Ticket | None = None
+        self._scan_maps: tuple[int, ...] = ()
+        """Of the configuration that the page was begun under."""
         self._open_count = 0
         """Records of the page that are being confirmed, and the page itself."""
         self._failed = False
@@ -233,13 +240,13 @@ class Settling:
 
     def _may_scan(self, known: Configuration) -> bool:
         idle = self._open_count == 0 and not self._has_all(known)
-        return idle and self._enough(known, self._has_fence)
+        return idle and self._has_fence(self._node, known) and self._enough(known, self._has_fence)
 
     def _begin_page(self, known: Configuration) -> None:
         goes_on = self._membership.confirmed == known.maps
         after = (self._membership.cursor or b"") if goes_on else b""
         self._open_count, self._failed, self._page_at = 1, False, self._desk.now
-        self._scan = self._desk.ticket()
+        self._scan, self._scan_maps = self._desk.ticket(), known.maps
         self._desk.order(Scan(self._scan, b"", after, PAGE_KEYS, "strong"))
 
     def scanned(self, event: Scanned) -> bool:
@@ -249,7 +256,7 @@ class Settling:
         self._scan, known = None, self._membership.configuration
         assert known is not None
         self._failed = bool(event.failure)
-        over = partial(self._page_over, known.maps, event.resume)
+        over = partial(self._page_over, self._scan_maps, event.resume)
         keys = [key for key in event.keys if key != MEMBERSHIP_KEY]
         keys = [key for key in keys if known.owned_by(self._node, key[TENANT_BYTES:])]
         self._open_count += len(keys)

@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 
-from kvcomm.wire.messages import StrongEnter
+from kvcomm.wire.messages import Message, StrongEnter, StrongPrepare, StrongPromised
 from l3_shard import acceptor, healing
+from l3_shard.ballot import NO_BALLOT
 from l3_shard.entering import MEMBERSHIP_KEY
+from l3_shard.storage import Persist
 from tests.l3_shard.cluster import TENANT, Faults
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
 from tests.l3_shard.test_strong import calm, change, done
@@ -112,6 +114,68 @@ def test_votes_from_before_the_damage_are_not_counted_once_the_new_entry_is_know
     change(world, "b", "read")
     world.until(lambda: healed(world, "b"))
     assert set(map(str, entries)) == {str(("b", 2, [KEY]))}
+
+
+def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    held: list[tuple[str, int, Persist]] = []
+    write = world._strong_persist
+
+    def hold(node: str, life: int, persist: Persist) -> None:
+        if node == "b" and any(key == MEMBERSHIP_KEY for key, _ in persist.writes):
+            held.append((node, life, persist))
+        else:
+            write(node, life, persist)
+
+    world._strong_persist = hold  # type: ignore[method-assign]
+    damage(world, "b")
+    change(world, "b", "read")
+    world.until(lambda: bool(held))
+    world._strong_persist = write  # type: ignore[method-assign]
+    assert entry_of(world, "b") == 1
+    for each in held:
+        write(*each)
+    assert entry_of(world, "b") == 2
+    world.until(lambda: healed(world, "b"))
+
+
+def test_a_lost_disk_has_taken_no_entry_that_its_successor_takes():
+    """``b`` took one to heal and could tell nobody; votes under it may be on their way."""
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b")
+    world.isolate("b")
+    change(world, "b", "read")
+    world.run(world.now + 1)
+    assert "heal as entry 2" in world.story("b")
+    world.lose("b")
+    world.cuts.clear()
+    world.settle()
+    assert entry_of(world, "b") > 2
+
+
+def entry_of(world: StrongWorld, node: str) -> int:
+    """As its votes name it."""
+    answers: list[Message] = []
+    world._ask("a", node, StrongPrepare(1, TENANT + b"other", NO_BALLOT, [1]), answers.append, 1.0)
+    world.until(lambda: bool(answers))
+    assert isinstance(answers[0], StrongPromised)
+    return answers[0].entry
+
+
+def test_a_copy_of_another_acceptors_disk_holds_no_votes_of_its_own():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    votes = dict(world.strong["a"].states)
+    world.lose("b")
+    world.strong["b"].states = votes
+    world.settle()
+    copied = world.strong["b"].states[KEY]
+    assert copied.register.value == b"1" and not copied.voted and world.strong["a"].states[KEY].voted
 
 
 def rotting(seed: int) -> tuple[StrongWorld, History]:

@@ -89,6 +89,15 @@ def test_a_request_has_its_time_from_when_it_came() -> None:
     assert failure_of(bench.on(Tick(), now=11.6)).code == "unavailable"
 
 
+def test_what_waited_through_another_pause_is_not_done_late() -> None:
+    bench, _ = resumed()
+    bench.ask(put(), now=10.01)
+    bench.on(Resumed(), now=30.0)
+    reply, load = bench.on(Tick(), now=30.0 + RECHECK_S)
+    assert failure_of([reply]).code == "unavailable" and isinstance(load, Load), "its sender has given up"
+    assert bench.on(Loaded(load.ticket, (None,)), now=31.0) == [], "and nothing is written"
+
+
 def test_peers_do_not_wait() -> None:
     """Their requests are compared with the epoch anyhow; two that stood still would wait for each other."""
     bench, _ = resumed()
