@@ -71,6 +71,7 @@ from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.configuration import Configuration, encode, from_maps
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
+from l3_shard.patience import Patience
 from l3_shard.quorum import informed, majority
 from l3_shard.ring import Ring
 from l3_shard.storage import Scan, Scanned
@@ -176,6 +177,7 @@ class Forget:
 class _Peer:
     """Another shard, as far as it has told."""
 
+    patience: Patience
     told: bool = False
     """In the first pass."""
     listed: bool = False
@@ -437,7 +439,7 @@ class Entering:
         others = [known.names for known in (settled, self.heard_of) if known is not None]
         for node in (*ring.names, *chain.from_iterable(others)):
             if node != self._node:
-                self._peers.setdefault(node, _Peer())
+                self._peers.setdefault(node, _Peer(Patience(self._desk.limits.request_timeout_s)))
         told = [node for node, peer in self._peers.items() if peer.told and self._counts(node, peer)]
         listed = [node for node, peer in self._peers.items() if peer.listed and self._counts(node, peer)]
         if settled is not None and not self._number and self._reached(settled, told):
@@ -529,10 +531,12 @@ class Entering:
     def _ask(self, node: str, peer: _Peer) -> None:
         peer.busy, peer.asked_at = True, self._desk.now
         message = StrongEnter(self._ring().epoch, self._node, self._number, peer.after)
-        self._desk.ask(node, message, partial(self._told, node, peer, self._number))
+        timeout_s = peer.patience.asked(self._desk.now)
+        self._desk.ask(node, message, partial(self._told, node, peer, self._number), timeout_s=timeout_s)
 
     def _told(self, node: str, peer: _Peer, number: int, answer: Message) -> None:
         peer.busy, self._news = False, True
+        peer.patience.heard(self._desk.now, answered=isinstance(answer, StrongListed))
         if not isinstance(answer, StrongListed):
             self._refused(answer)
             return
@@ -544,7 +548,7 @@ class Entering:
         except Corrupt:
             return
         entry = answer.entries.get(node, 0)
-        if number and entry != peer.entry and peer.after:  # it lost its disk meanwhile: from the beginning
+        if peer.after and entry != peer.entry:  # it entered again between two pages: from the beginning
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
         before, peer.configuration = self._told_by_now(), configuration

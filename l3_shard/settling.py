@@ -54,6 +54,7 @@ from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.configuration import Configuration, decode
 from l3_shard.desk import Desk
 from l3_shard.entering import MEMBERSHIP_KEY, TENANT_BYTES, Entering
+from l3_shard.patience import Patience
 from l3_shard.quorum import majority
 from l3_shard.ring import Ring
 from l3_shard.storage import Scan, Scanned
@@ -69,6 +70,7 @@ Confirm = Callable[[bytes, Callable[[StrongOutcome], None]], None]
 class _Peer:
     """What another voter said last."""
 
+    patience: Patience
     maps: tuple[int, ...] = ()
     confirmed: tuple[int, ...] = ()
     busy: bool = False
@@ -127,7 +129,7 @@ class Settling:
             return
         self._fence_ourselves(known)
         for node in known.names:
-            peer = self._peers.setdefault(node, _Peer())
+            peer = self._peer(node)
             if node != self._node and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S:
                 self._tell(node, peer)
         if self._has_all(known) and self._enough(known, self._has_confirmed):
@@ -174,12 +176,19 @@ class Settling:
     def _take_up(self, configuration: Configuration) -> None:
         self._membership.take_up(configuration, NO_BALLOT, lambda error: None)
 
+    def _peer(self, node: str) -> _Peer:
+        peer = self._peers.get(node)
+        if peer is None:
+            peer = self._peers[node] = _Peer(Patience(self._desk.limits.request_timeout_s))
+        return peer
+
     def _tell(self, node: str, peer: _Peer) -> None:
         known = self._membership.configuration
         assert known is not None
         peer.busy, peer.asked_at = True, self._desk.now
         message = known.to_message(self._ring().epoch, self._membership.floor)
-        self._desk.ask(node, message, partial(self._told, node, peer))
+        timeout_s = peer.patience.asked(self._desk.now)
+        self._desk.ask(node, message, partial(self._told, node, peer), timeout_s=timeout_s)
 
     def _tell_all(self) -> None:
         for node, peer in self._peers.items():
@@ -188,6 +197,7 @@ class Settling:
 
     def _told(self, node: str, peer: _Peer, answer: Message) -> None:
         peer.busy = False
+        peer.patience.heard(self._desk.now, answered=isinstance(answer, StrongSettling))
         if not isinstance(answer, StrongSettling):
             self._refused(answer)
             return
@@ -322,7 +332,7 @@ class Settling:
             return
         if (told.settled.epoch, *(ring.epoch for ring in told.pending)) == self._membership.maps:
             return
-        peer = self._peers.setdefault(node, _Peer())
+        peer = self._peer(node)
         if self._membership.votes and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S / 10:
             self._tell(node, peer)
 

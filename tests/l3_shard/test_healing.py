@@ -23,6 +23,8 @@ def damage(world: StrongWorld, node: str, key: bytes = KEY) -> None:
     """Flip a bit on the disk; the node finds out when it reads it next."""
     world.strong[node].damaged.add(key)
     world.crash(node)
+    if key != MEMBERSHIP_KEY:  # else it has more to do before it votes than to read that
+        world.until(lambda: world.shards[node].strong_counts().votes)
 
 
 def healed(world: StrongWorld, node: str) -> bool:
