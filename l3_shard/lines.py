@@ -304,6 +304,10 @@ class Lines(Generic[S]):
         """Records that were found damaged and are not whole again yet, in order."""
         return sorted(self._damaged)
 
+    def writing(self) -> list[bytes]:
+        """Records with a write in flight: a scan may not see them yet."""
+        return [key for keys in self._persists.values() for key in keys]
+
     def awaits(self, ticket: Ticket) -> bool:
         """Whether the answer to this ``Load`` or ``Persist`` is for us."""
         return ticket in self._loads or ticket in self._persists

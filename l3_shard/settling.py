@@ -211,7 +211,7 @@ class Settling:
     def _learn(self, told: StrongSettle | StrongSettling) -> None:
         if told.floor != NO_BALLOT:
             counter_of(told.floor)
-        configuration = self._membership.configuration_of(told.settled, told.pending)
+        configuration = self._membership.configuration_of(told.settled, told.pending, told.origin)
         if self._membership.votes:
             self._membership.take_up(configuration, told.floor, lambda error: None)
 
@@ -300,11 +300,12 @@ class Settling:
             Corrupt: it is no configuration.
         """
         if not self._membership.votes:
-            self._membership.hear_of(self._membership.configuration_of(message.settled, message.pending))
+            told = self._membership.configuration_of(message.settled, message.pending, message.origin)
+            self._membership.hear_of(told)
             raise Unavailable(f"{self._node} does not vote on strong records (yet)")
         if message.floor != NO_BALLOT:
             counter_of(message.floor)
-        configuration = self._membership.configuration_of(message.settled, message.pending)
+        configuration = self._membership.configuration_of(message.settled, message.pending, message.origin)
         request = self._desk.open(origin, 1)
         request.expire = partial(self._desk.close, request, Unavailable("the disk was too slow; ask again"))
 
@@ -319,7 +320,8 @@ class Settling:
         assert known is not None
         told = known.to_message(0, membership.floor)
         confirmed = list(known.maps) if known.pending and self._has_all(known) else []
-        return StrongSettling(told.settled, told.pending, told.floor, confirmed, dict(membership.entries))
+        entries = dict(membership.entries)
+        return StrongSettling(told.settled, told.pending, told.floor, confirmed, entries, told.origin)
 
     def differs(self, node: str, answer: Failure) -> None:
         """``node`` refused a vote, for it has another configuration, which its answer tells."""

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from kvcomm.wire.messages import Message, StrongEnter, StrongPrepare, StrongPromised
+from kvcomm.wire.messages import Message, StrongEnter, StrongPrepare, StrongPromised, StrongSettle
 from l3_shard import acceptor, healing
-from l3_shard.ballot import NO_BALLOT
+from l3_shard.ballot import NO_BALLOT, Ballot
 from l3_shard.entering import MEMBERSHIP_KEY
 from l3_shard.storage import Persist
 from tests.l3_shard.cluster import TENANT, Faults
@@ -116,29 +116,65 @@ def test_votes_from_before_the_damage_are_not_counted_once_the_new_entry_is_know
     assert set(map(str, entries)) == {str(("b", 2, [KEY]))}
 
 
-def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
-    world = calm()
-    done(world, "a", "put", b"1")
-    world.run()
-    held: list[tuple[str, int, Persist]] = []
+Held = list[tuple[str, int, Persist]]
+
+
+def hold_membership(world: StrongWorld, whose: str) -> Held:
+    """From now on the membership of ``whose`` is not written."""
+    held: Held = []
     write = world._strong_persist
 
     def hold(node: str, life: int, persist: Persist) -> None:
-        if node == "b" and any(key == MEMBERSHIP_KEY for key, _ in persist.writes):
+        if node == whose and any(key == MEMBERSHIP_KEY for key, _ in persist.writes):
             held.append((node, life, persist))
         else:
             write(node, life, persist)
 
     world._strong_persist = hold  # type: ignore[method-assign]
+    return held
+
+
+def let_go(world: StrongWorld, held: Held) -> None:
+    del world._strong_persist
+    for each in held:
+        world._strong_persist(*each)
+
+
+def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    held = hold_membership(world, "b")
     damage(world, "b")
     change(world, "b", "read")
     world.until(lambda: bool(held))
-    world._strong_persist = write  # type: ignore[method-assign]
-    assert entry_of(world, "b") == 1
-    for each in held:
-        write(*each)
-    assert entry_of(world, "b") == 2
+    assert looked_at(world, "b").entry == 1
+    let_go(world, held)
+    assert looked_at(world, "b").entry == 2
     world.until(lambda: healed(world, "b"))
+
+
+def test_a_floor_holds_when_a_crash_cannot_take_it_back_any_more():
+    """Else a tombstone could go because of a floor that is not there after the crash."""
+    world = calm()
+    floor = Ballot(9, "a", 1).code
+    held = hold_membership(world, "b")
+    world._ask("a", "b", StrongSettle(1, world.map, [], floor), lambda answer: None, 1.0)
+    world.until(lambda: bool(held))
+    before = looked_at(world, "b")
+    assert before.floor == before.state.promised == NO_BALLOT
+    let_go(world, held)
+    after = looked_at(world, "b")
+    assert after.floor == after.state.promised == floor
+
+
+def looked_at(world: StrongWorld, node: str) -> StrongPromised:
+    """What the node has of a record that nobody has."""
+    answers: list[Message] = []
+    world._ask("a", node, StrongPrepare(1, TENANT + b"other", NO_BALLOT, [1]), answers.append, 1.0)
+    world.until(lambda: bool(answers))
+    assert isinstance(answers[0], StrongPromised)
+    return answers[0]
 
 
 def test_a_lost_disk_has_taken_no_entry_that_its_successor_takes():
@@ -154,16 +190,7 @@ def test_a_lost_disk_has_taken_no_entry_that_its_successor_takes():
     world.lose("b")
     world.cuts.clear()
     world.settle()
-    assert entry_of(world, "b") > 2
-
-
-def entry_of(world: StrongWorld, node: str) -> int:
-    """As its votes name it."""
-    answers: list[Message] = []
-    world._ask("a", node, StrongPrepare(1, TENANT + b"other", NO_BALLOT, [1]), answers.append, 1.0)
-    world.until(lambda: bool(answers))
-    assert isinstance(answers[0], StrongPromised)
-    return answers[0].entry
+    assert looked_at(world, "b").entry > 2
 
 
 def test_a_copy_of_another_acceptors_disk_holds_no_votes_of_its_own():

@@ -214,6 +214,25 @@ def test_a_new_store_is_no_witness_until_it_has_caught_up():
     assert held(cluster) == [[b"v"]] * 3
 
 
+def test_a_record_that_cannot_be_merged_does_not_keep_a_new_store_from_catching_up():
+    """Two vectors that a client made up; together they name more replicas than a record may have."""
+    cluster = cluster_of()
+    put(cluster, "b", b"fine", b"v", {})
+
+    def made_up(node: str) -> None:
+        context = {f"{node}{number}": 1 for number in range(200)}
+        cluster.disks[node].records[K] = RecordState(context, [Sibling(f"{node}0", 1, 1, node.encode())])
+        cluster.crash(node)
+
+    made_up("a")
+    quiet(cluster, 2 * OPTIONS.interval_s)
+    cluster.lose("c")
+    made_up("c")
+    quiet(cluster, 2 * OPTIONS.interval_s)
+    assert counts(cluster, "c").contradictions and counts(cluster, "c").caught_up
+    assert held(cluster, TENANT + b"fine") == [[b"v"]] * 3
+
+
 @pytest.mark.slow
 def test_a_damaged_record_is_replaced_when_a_read_finds_it():
     cluster = cluster_of()
