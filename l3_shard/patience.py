@@ -8,7 +8,7 @@ request time-out: who only answers slowly is heard in the end.
 
 from __future__ import annotations
 
-FIRST_S, GROWTH = 0.5, 1.5
+FIRST_S, GROWTH = 0.5, 1.25
 
 
 class Patience:

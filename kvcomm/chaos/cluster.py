@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from l3_shard.tier import L3Tier
 
 CLIENT_TENANT = "sim"
+FRAGILE_UNTIL_S = 5.0
+"""Into the founding of a cluster."""
 RESTART_S = (0.05, 2.0)
 """A shard that died by itself comes back after so long."""
 ANSWER_SLACK_S = 0.05
@@ -285,11 +287,21 @@ class Cluster:
 
     def found(self, within_s: float) -> None:
         """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
-        yet.  Shards that are fragile die meanwhile, too."""
-        while not all(self.votes(name) for name in self.names) and self.world.now < within_s:
-            self.world.run(self.world.now + 0.02)
-        if not all(self.votes(name) for name in self.names):
+        yet.  Fragile shards die in the first seconds; then nobody does, for where one dies at every second
+        word of another there is no end."""
+        self._run_until_founded(FRAGILE_UNTIL_S)
+        self.calm = True
+        self._run_until_founded(within_s)
+        self.calm = False
+        if not self._founded():
             self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
+
+    def _run_until_founded(self, until_s: float) -> None:
+        while not self._founded() and self.world.now < until_s:
+            self.world.run(self.world.now + 0.02)
+
+    def _founded(self) -> bool:
+        return all(self.votes(name) for name in self.names)
 
     def votes(self, name: str) -> bool:
         """Whether a shard is up and votes on strong records."""

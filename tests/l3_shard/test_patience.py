@@ -18,7 +18,7 @@ def silences(patience: Patience, count: int) -> list[float]:
 
 
 def test_it_grows_with_every_silence_up_to_the_limit() -> None:
-    waits = silences(Patience(4.5), 8)
+    waits = silences(Patience(4.5), 12)
     assert waits[0] == FIRST_S and waits[-1] == 4.5
     assert waits == sorted(waits) and sum(waits[:5]) < 2 * 4.5, "five silences cost less than two time-outs"
 
