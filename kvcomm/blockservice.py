@@ -157,7 +157,7 @@ class BlockService:
         if self._depot is None or not below:
             _send(keys, leases, {}, reply)
         else:
-            self._depot.recall(below, tenant, lambda recalled: _send(keys, leases, recalled, reply))
+            self._depot.recall(below, tenant, lambda recalled: _send(keys, leases, recalled, reply), use=use)
 
     def _tenant(self, origin: Origin) -> bytes:
         """Whose blocks the caller may see."""

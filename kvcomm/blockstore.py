@@ -160,12 +160,17 @@ class Depot(Protocol):
         ...
 
     def recall(
-        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+        self,
+        keys: Sequence[BlockKey],
+        tenant: bytes,
+        done: Callable[[Mapping[BlockKey, memoryview]], None],
+        *,
+        use: bool = True,
     ) -> None:
         """Read copies, each ``header | payload`` and verified; what cannot be had in time is left out.
 
         ``done`` is called once, later or at once.  Whether a copy also goes into the store above is the
-        depot's affair.
+        depot's affair; one that is read for no ``use`` does not, and counts for no eviction.
         """
         ...
 

@@ -12,10 +12,11 @@ record of ``kv.strong``.  Such a record can still be written as long as that doe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
+from urllib.parse import unquote
 
 from kvcomm.errors import Rejected
 from kvcomm.resolvers import RESOLVERS, resolver_of
@@ -41,7 +42,8 @@ class Rule:
     """
 
     names: str
-    """``class/name/key``; ``*`` stands for any text within a part, once a part."""
+    """``class/name/key``, as the caller of ``kv.state(name).put(key, ...)`` spells them; ``*`` stands for any
+    text within a part, once a part."""
     min: int | float | None = None
     """Smallest number of a ``counter``, ``max``, ``min``."""
     max: int | float | None = None
@@ -72,6 +74,8 @@ class Rule:
                 raise ValueError(
                     f"{self.names}: records of class {kind} have no {name}, only {', '.join(has)}"
                 )
+        if any(isinstance(bound, float) and math.isnan(bound) for bound in (self.min, self.max)):
+            raise ValueError(f"{self.names}: nothing is above or below nan")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"{self.names}: min {self.min} is above max {self.max}")
         object.__setattr__(self, "_parts", parts)
@@ -80,7 +84,7 @@ class Rule:
     def applies(self, record: bytes) -> bool:
         """Whether it is about this record."""
         parts = record.decode(errors="replace").split("/")
-        return len(parts) == 3 and all(map(fnmatchcase, parts, self._parts))
+        return len(parts) == 3 and all(map(_fits, map(unquote, parts), self._parts))
 
     def check_value(self, value: bytes) -> None:
         """Raises ``Rejected`` for a value that breaks the rule."""
@@ -140,6 +144,14 @@ class Validators:
                 _check_fields(rule, resolver.name, change)
             else:
                 rule.check_value(after)
+
+
+def _fits(text: str, pattern: str) -> bool:
+    before, star, after = pattern.partition("*")
+    if not star:
+        return text == pattern
+    long_enough = len(text) >= len(before) + len(after)
+    return long_enough and text.startswith(before) and text.endswith(after)
 
 
 def _check_fields(rule: Rule, kind: str, change: FieldsDelta) -> None:

@@ -7,7 +7,8 @@ A state is the highest ballot promised, and the register accepted last with its 
                     b is the promise: the request came twice, tell again
     accept(b, r)    b at or above the promise: r is accepted under b, and a following ballot may be
                     promised in the same step, which saves the proposer the next prepare (section 2.2.1)
-                    b and r are what was accepted last: the request came twice, agree again
+                    b and r are what was voted for last: the request came twice, agree again; not if
+                    they were only learned, for the promise may be what bars them
     else            refused, and the promise in the way is told
 
 The caller must have the new state on the disk before it lets anybody hear of the vote: a promise that a crash
@@ -58,7 +59,7 @@ def accept(
 ) -> StrongState | None:
     """The state after accepting ``register`` under ``ballot``; ``None`` = refused, ``state.promised`` is
     higher."""
-    if ballot == state.accepted and register == state.register:
+    if state.voted and ballot == state.accepted and register == state.register:
         return state
     if ballot < state.promised:
         return None

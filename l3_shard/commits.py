@@ -125,17 +125,25 @@ class Commits:
         batch, self._waiting = self._waiting, []
         if self._store.fsync == "always":
             self._worker.start(partial(self._write, batch), partial(self._synced, self._clock()))
-        else:
-            self._unsynced = True
-            self._tell(self._write(batch))
+            return
+        self._unsynced = True
+        try:
+            outcomes = self._write(batch)
+        except Exception as error:
+            self._broken(error)
+            raise
+        self._tell(outcomes)
 
     def _synced(self, begin: float, outcomes: list[Persisted] | None, error: Exception | None) -> None:
         self.fsync_seconds.observe(self._clock() - begin)
         if outcomes is None:
-            self._idle.set()
-            self._failed(f"broken invariant in a commit: {error!r}")
+            self._broken(error)
         else:
             self._tell(outcomes)
+
+    def _broken(self, error: Exception | None) -> None:
+        self._idle.set()
+        self._failed(f"broken invariant in a commit: {error!r}")
 
     def _tell(self, outcomes: list[Persisted]) -> None:
         try:

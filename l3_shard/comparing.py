@@ -65,7 +65,8 @@ class CompareCounts:
     pushed: int = 0
     """Records in which we knew more."""
     contradictions: int = 0
-    """Records that cannot be merged: some replica lost its state and kept its id."""
+    """Records that cannot be merged, now or later: some replica lost its state and kept its id, or too many
+    wrote the record.  They do not make a comparison fail: a new store would never have caught up."""
 
 
 class Comparing:
@@ -277,7 +278,7 @@ class _Exchange:
         self._open_count = open_count
 
     def failed(self, error: KVCommError) -> None:
-        if isinstance(error, Corrupt):
+        if isinstance(error, Corrupt | TooLarge):
             self.contradiction_count += 1
         else:
             self.refusal = error

@@ -30,10 +30,15 @@ _decoder = msgspec.msgpack.Decoder(StrongSettle)
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """See the module.  ``pending`` are ordered, and above ``settled``."""
+    """See the module.  ``pending`` are ordered, and above ``settled``.
+
+    ``origin``: epochs of the configuration under which the settled map was settled; empty = it is the first,
+    or was settled before anybody noted that.
+    """
 
     settled: Ring
     pending: tuple[Ring, ...] = ()
+    origin: tuple[int, ...] = ()
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -68,23 +73,36 @@ class Configuration:
 
     def merged(self, other: Configuration) -> Configuration:
         """What a node knows that has heard of both: the newest settled map, and all maps pending above it."""
-        settled = max(self.settled, other.settled, key=lambda ring: ring.epoch)
+        newest = max(self, other, key=lambda known: (known.settled.epoch, bool(known.origin)))
+        settled = newest.settled
         above = {ring.epoch: ring for ring in (*other.pending, *self.pending) if ring.epoch > settled.epoch}
-        return Configuration(settled, tuple(above[epoch] for epoch in sorted(above)))
+        return Configuration(settled, tuple(above[epoch] for epoch in sorted(above)), newest.origin)
+
+    def is_beyond(self, origin: Sequence[int]) -> bool:
+        """Whether a node with this configuration is where ``origin`` is, or has gone on from there."""
+        pending = [ring.epoch for ring in self.pending]
+        at = self.settled.epoch
+        return at >= origin[0] and all(epoch <= at or epoch in pending for epoch in origin)
 
     def reaching(self, ring: Ring) -> Configuration:
         """With one map more to settle, if that is newer than all and puts records elsewhere."""
         newer = ring.epoch > self.target.epoch and ring.placement != self.target.placement
         if not newer or len(self.pending) >= PENDING_MAX:
             return self
-        return Configuration(self.settled, (*self.pending, ring))
+        return Configuration(self.settled, (*self.pending, ring), self.origin)
+
+    def reached(self) -> Configuration:
+        """The target's owners have everything."""
+        return Configuration(self.target, (), self.maps)
 
     def to_message(self, epoch: int, floor: bytes) -> StrongSettle:
         pending = [ring.to_map() for ring in self.pending]
-        return StrongSettle(epoch, self.settled.to_map(), pending, floor)
+        return StrongSettle(epoch, self.settled.to_map(), pending, floor, list(self.origin))
 
 
-def from_maps(settled: RingMap, pending: Sequence[RingMap], known: Iterable[Ring] = ()) -> Configuration:
+def from_maps(
+    settled: RingMap, pending: Sequence[RingMap], origin: Sequence[int] = (), known: Iterable[Ring] = ()
+) -> Configuration:
     """The configuration that another node told; ``known`` are rings that need not be made again.
 
     Raises:
@@ -93,10 +111,12 @@ def from_maps(settled: RingMap, pending: Sequence[RingMap], known: Iterable[Ring
     epochs = [settled.epoch, *(ring.epoch for ring in pending)]
     if any(older >= newer for older, newer in pairwise(epochs)):
         raise Corrupt(f"not a configuration: its epochs are {epochs}")
+    if origin and (origin[-1] != settled.epoch or any(a >= b for a, b in pairwise(origin))):
+        raise Corrupt(f"not a configuration: {settled.epoch} was not settled by {list(origin)}")
     try:
         made = {ring.epoch: ring for ring in known}
         rings = [_ring(ring_map, made.get(ring_map.epoch)) for ring_map in (settled, *pending)]
-        return Configuration(rings[0], tuple(rings[1:]))
+        return Configuration(rings[0], tuple(rings[1:]), tuple(origin))
     except RingError as error:
         raise Corrupt(f"not a configuration: {error}") from error
 

@@ -3,6 +3,10 @@
 A key goes to its first owner that is not passed over.  One that cannot be reached is replaced by the next;
 when all have failed a moment ago they are tried all the same, for an error must be true.  A newer map is
 adopted and the keys are placed again, once.
+
+What needs a majority is waited for longest, and an owner that hangs is found out by the wait alone.  So one
+that was silent when it was asked last is not asked first again when its time to be passed over is up: it is
+*probed* beside the others, and takes part once it has answered.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, TooLarge, Unavailable, failure_to_error
-from kvcomm.steps import Answer, Steps, ask_all
+from kvcomm.steps import Answer, Ask, Call, Steps, Submit, Wait, WaitAny, ask_all
 from kvcomm.wire.messages import Failure, Message
 from l3_shard.ring import Ring
 from l3_shard.routes import WINDOW_BYTES, Routes
 
 RECORDS_MAX = 1_024
 """Records of one request."""
+PROBE_WAIT_S = 0.2
+"""So long after it was probed an owner is waited for when the others cannot serve a key."""
 
 
 Problems = Mapping[int, KVCommError]
@@ -56,6 +62,11 @@ class Coordination:
         self._stale: set[int] = set()
         self._records_max = RECORDS_MAX
         self._problems: dict[int, KVCommError] = {}
+        self._doubted: dict[str, None] = {}
+        """Owners to be probed."""
+        self._probes: dict[Call, str] = {}
+        """Under way."""
+        self._probed_at = 0.0
 
     def steps(self) -> Steps[None]:
         """Raises what went wrong first, after everything else of the batch is through; an unknown outcome
@@ -76,10 +87,43 @@ class Coordination:
                 self._routes.ask(node, self._batch.request(ring.epoch, indices), timeout_s=self._timeout_s)
                 for node, indices in placed
             ]
-            answers = yield from ask_all(asks)
+            answers = yield from self._ask_all(asks)
             for (node, indices), answer in zip(placed, answers, strict=True):
                 self._take(node, indices, answer)
+            if self._probes:
+                yield from self._listen()
         return self._problems
+
+    def _ask_all(self, asks: Sequence[Ask]) -> Steps[list[Answer]]:
+        """And probe the doubted, without waiting for them."""
+        if not self._doubted:
+            return (yield from ask_all(asks))
+        doubted, self._doubted = list(self._doubted), {}
+        probes = [self._routes.probe(node) for node in doubted]
+        self._probed_at = self._routes.now()
+        calls: list[Call] = yield Submit([*probes, *asks])
+        self._probes |= zip(calls[: len(probes)], doubted, strict=True)
+        answers: list[Answer] = []
+        for call in calls[len(probes) :]:
+            answers.append((yield Wait(call)))
+        return answers
+
+    def _listen(self) -> Steps[None]:
+        """Which of the probed have answered; they are waited for if somebody could not serve a key, and only
+        until one of them has."""
+        waits = any(index in self._tried for index in self._todo)
+        while self._probes:
+            left_s = max(0.0, self._probed_at + PROBE_WAIT_S - self._routes.now()) if waits else 0.0
+            done: Call | None = yield WaitAny(list(self._probes), left_s)
+            if done is None:
+                return
+            node = self._probes.pop(done)
+            answer: Answer = yield Wait(done)
+            if isinstance(answer.message, Failure):
+                self._routes.failed(node, answer)
+            else:
+                self._routes.heard(node)
+                waits = False
 
     def _place(self, ring: Ring) -> Iterator[tuple[str, list[int]]]:
         """Requests of bounded size for what is to be done."""
@@ -111,19 +155,31 @@ class Coordination:
     def _choose(self, owners: Sequence[str], tried: Collection[str]) -> str | None:
         """The first that is healthy, else the first that is not known to be silent, else the first."""
         left = [node for node in owners if node not in tried] if tried else owners
-        for node in left:
+        doubted = list(filter(self._routes.doubtful, left)) if self._batch.majority else []
+        known = [node for node in left if node not in doubted] if doubted else left
+        chosen = self._choose_known(known)
+        believed = self._batch.majority and any(not self._routes.silent(node) for node in tried)
+        if chosen is not None:
+            self._doubted |= dict.fromkeys(doubted)
+        if chosen is not None or believed:
+            return chosen
+        return next(iter(doubted or left), None)
+
+    def _choose_known(self, owners: Sequence[str]) -> str | None:
+        for node in owners:
             if self._routes.healthy(node):
                 return node
-        for node in left:
+        for node in owners:
             if not self._routes.silent(node):
                 return node
-        believed = self._batch.majority and any(not self._routes.silent(node) for node in tried)
-        return left[0] if left and not believed else None
+        return None
 
     def _take(self, node: str, indices: list[int], answer: Answer) -> None:
         message = answer.message
         if not isinstance(message, Failure):
             problems = self._batch.take(indices, message)
+            if self._batch.majority:
+                self._routes.heard(node)
             if problems is None:
                 text = f"{node} gave no answer to the question that it was asked"
                 problems = dict.fromkeys(indices, OutcomeUnknown(text))
@@ -132,6 +188,7 @@ class Coordination:
             return
         error = failure_to_error(message.code, message.text, message.detail)
         if self._batch.majority and isinstance(error, Unavailable) and error.detail:
+            self._routes.heard(node)
             self._routes.beaten(error.detail.decode(errors="replace"))
             for index in indices:
                 self._failed(node, index, error)

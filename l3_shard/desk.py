@@ -125,14 +125,23 @@ class Desk:
             answer = Failure(answer.code, answer.message, answer.detail)
         self._effects.append(Reply(origin, answer))
 
-    def ask(self, node: str, message: Message, then: Callable[[Message], None], held_bytes: int = 0) -> None:
-        """Ask a peer; ``then`` gets its reply or a ``Failure``.  The question holds ``held_bytes`` until
-        then.
+    def ask(
+        self,
+        node: str,
+        message: Message,
+        then: Callable[[Message], None],
+        held_bytes: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Ask a peer; ``then`` gets its reply or a ``Failure``, after ``timeout_s`` or what the limits say.
+        The question holds ``held_bytes`` until then.
         """
         ticket = self.ticket()
         self._asks[ticket] = (then, held_bytes)
         self._held_bytes += held_bytes
-        self._effects.append(AskPeer(ticket, node, message, self.now + self.limits.request_timeout_s))
+        wait_s = self.limits.request_timeout_s if timeout_s is None else timeout_s
+        self._effects.append(AskPeer(ticket, node, message, self.now + wait_s))
 
     def answered(self, event: Answered) -> None:
         then, held_bytes = self._asks.pop(event.ticket)

@@ -20,21 +20,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvcomm.block import BlockHeader, BlockKey
 from kvcomm.blockstore import ANY_TENANT, BlockStore, DepotUsage, Lease
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, Unavailable
 from kvcomm.wire.messages import BlockItem, Want
 from l3_shard.diskfiles import BlockFiles, Found
 from l3_shard.diskhealth import DiskHealth
 from l3_shard.diskindex import DiskEntry, DiskIndex
+from l3_shard.diskthreads import DiskThreads
 
 T = TypeVar("T")
 
@@ -49,7 +52,11 @@ WAITING_MAX = 65_536
 """Keys that wait to be written; the oldest is dropped for one more."""
 FLUSH_S = 1.0
 """At the end, for what waits to be written."""
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+"""For the write under way; with what is before it, less than a launcher waits until it kills."""
+OPEN_TIMEOUT_S = 10.0
+ADOPTED_AT_ONCE = 512
+"""Files that were found are taken up so many at a time, 4 ms; requests go in between."""
 
 _HOLDER = -1
 """No connection has this number."""
@@ -93,6 +100,8 @@ class _Read:
     entry: DiskEntry
     timer: asyncio.TimerHandle
     waiting: list[_Recall] = field(default_factory=list)
+    use: bool = False
+    """Somebody reads it who counts."""
     overdue: bool = False
 
 
@@ -122,9 +131,10 @@ class BlockDisk:
         self._loop = asyncio.get_running_loop()
         self._index = DiskIndex(capacity_bytes)
         self._health = DiskHealth()
-        self._writer = ThreadPoolExecutor(1, "kvcomm-disk-write")
-        self._readers = ThreadPoolExecutor(READ_THREADS, "kvcomm-disk-read")
-        self._waiting: dict[BlockKey, None] = {}  # in order
+        self._writer = DiskThreads(1, "kvcomm-disk-write")
+        self._readers = DiskThreads(READ_THREADS, "kvcomm-disk-read")
+        # In order; taking the first of a long plain dict passes over all that were taken before.
+        self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
         self._write: _Write | None = None
         self._reads: dict[BlockKey, _Read] = {}
         self._reading_bytes = 0
@@ -149,12 +159,17 @@ class BlockDisk:
         for key in keys:
             self._waiting[key] = None
         while len(self._waiting) > WAITING_MAX:
-            del self._waiting[next(iter(self._waiting))]
+            self._waiting.popitem(last=False)
             self._dropped_count += 1
         self._pump()
 
     def recall(
-        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+        self,
+        keys: Sequence[BlockKey],
+        tenant: bytes,
+        done: Callable[[Mapping[BlockKey, memoryview]], None],
+        *,
+        use: bool = True,
     ) -> None:
         recall = _Recall(done)
         for key in dict.fromkeys(keys):
@@ -163,11 +178,12 @@ class BlockDisk:
             if read is not None:
                 recall.open.add(key)
                 read.waiting.append(recall)
+                read.use = read.use or use
         if not recall.open:
             done({})
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:
-        self.recall(keys, tenant, lambda _: None)  # reading verifies
+        self.recall(keys, tenant, lambda _: None, use=False)  # reading verifies
 
     def listing(self, after: bytes, limit: int) -> list[BlockItem]:
         return self._index.listing(after, limit) if self._health.reads else []
@@ -209,7 +225,8 @@ class BlockDisk:
                     self._note_idle()
                     await self._idle.wait()
         self._closed = True
-        for key, read in self._reads.items():
+        reads, self._reads = self._reads, {}
+        for key, read in reads.items():
             read.timer.cancel()
             for recall in read.waiting:
                 recall.take(key, None)
@@ -220,7 +237,7 @@ class BlockDisk:
             self._write.timer.cancel()
             self._write.lease.release()
         for threads in (self._writer, self._readers):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         self._files.close()
 
     def _scanned(self, scanning: Future[Found]) -> None:
@@ -236,10 +253,21 @@ class BlockDisk:
             _log.warning(
                 "removed %d damaged and %d unfinished block files", found.damaged_count, found.part_count
             )
-        for entry in found.entries:
+        self._adopt(iter(found.entries))
+
+    def _adopt(self, entries: Iterator[DiskEntry]) -> None:
+        """Take up some of what was found, evict some of what is too much, and go on later."""
+        if self._closed:
+            return
+        some = list(islice(entries, ADOPTED_AT_ONCE))
+        for entry in some:
             self._index.add(entry)
-        for victim in self._index.shrink():
+        victims = [] if some else self._index.shrink(ADOPTED_AT_ONCE)
+        for victim in victims:
             self._remove(victim.key)
+        if some or victims:
+            self._loop.call_soon(self._adopt, entries)
+            return
         self._health.opened()
         self._pump()
 
@@ -251,22 +279,20 @@ class BlockDisk:
             if not self._health.writes(self._clock()):
                 self._wait_for_room()
                 break
-            key = next(iter(self._waiting))
-            del self._waiting[key]
+            key, _ = self._waiting.popitem(last=False)
             if key not in self._index:
                 self._begin(key)
         self._note_idle()
 
     def _begin(self, key: BlockKey) -> None:
         lease = self._store.lease(key, ANY_TENANT, use=False)
-        victims = None if lease is None else self._index.promise(lease.copy.nbytes)
-        if lease is None or victims is None:
+        entry = None if lease is None else _entry_of(key, lease.copy)
+        victims = None if entry is None else self._index.promise(entry.copy_bytes)
+        if lease is None or entry is None or victims is None:
             self._dropped_count += 1
             if lease is not None:
                 lease.release()
             return
-        header = BlockHeader.unpack(lease.copy)
-        entry = DiskEntry(key, header.parent, header.tenant, lease.copy.nbytes)
         timer = self._loop.call_later(self._write_timeout_s, self._write_overdue)
         self._write = _Write(entry, lease, timer)
         for victim in victims:
@@ -352,13 +378,16 @@ class BlockDisk:
         except Corrupt as error:
             _log.warning("a block file is dropped: %s", error.message)
             self._damaged_count += 1
-            self._drop(entry.key)
+            self._drop(entry)
         except OSError as error:
-            self._drop(entry.key)
+            self._drop(entry)
             self._failed(error)
+        except MemoryError:
+            self._busy_count += 1
         else:
             self._read_count += 1
-            self._promote(entry, copy)
+            if read.use:
+                self._promote(entry, copy)
         for recall in read.waiting:
             recall.take(entry.key, copy)
         self._pump()
@@ -383,10 +412,11 @@ class BlockDisk:
 
     # -- the disk
 
-    def _drop(self, key: BlockKey) -> None:
-        """Forget a file that cannot be served."""
-        if self._index.remove(key) is not None:
-            self._remove(key)
+    def _drop(self, entry: DiskEntry) -> None:
+        """Forget a file that cannot be served, unless it was evicted meanwhile and another one written."""
+        if self._index.find(entry.key, ANY_TENANT) is entry:
+            self._index.remove(entry.key)
+            self._remove(entry.key)
 
     def _remove(self, key: BlockKey) -> None:
         """In the writer's thread: a later write of the same key must come after it."""
@@ -403,15 +433,33 @@ class BlockDisk:
             _log.error("the disk tier is off, after too many errors; the last one: %s", error)
             self._drop_waiting()
 
-    def _submit(
-        self, threads: ThreadPoolExecutor, call: Callable[[], T], done: Callable[[Future[T]], None]
-    ) -> None:
+    def _submit(self, threads: DiskThreads, call: Callable[[], T], done: Callable[[Future[T]], None]) -> None:
         def tell(future: Future[T]) -> None:
             if not future.cancelled():
                 with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     self._loop.call_soon_threadsafe(done, future)
 
         threads.submit(call).add_done_callback(tell)
+
+
+async def _opened(directory: Path, fsync: bool) -> BlockFiles:
+    opening = DiskThreads(1, "kvcomm-disk-open")
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            return await asyncio.wrap_future(opening.submit(partial(BlockFiles, directory, fsync=fsync)))
+    except TimeoutError as error:
+        raise Unavailable(f"{directory}: the disk did not answer in {OPEN_TIMEOUT_S:g} s") from error
+    finally:
+        opening.close()
+
+
+def _entry_of(key: BlockKey, copy: memoryview) -> DiskEntry | None:
+    """``None``: memory has damaged its header, so there is nothing worth a file."""
+    try:
+        header = BlockHeader.unpack(copy)
+    except Corrupt:
+        return None
+    return DiskEntry(key, header.parent, header.tenant, copy.nbytes)
 
 
 @asynccontextmanager
@@ -423,8 +471,9 @@ async def block_disk(
     Raises:
         ConfigError: the directory cannot be used.
         Refused: another process owns it.
+        Unavailable: the disk does not answer.
     """
-    files = await asyncio.to_thread(BlockFiles, directory, fsync=fsync)
+    files = await _opened(directory, fsync)
     disk = BlockDisk(files, capacity_bytes, store, clock)
     try:
         yield disk

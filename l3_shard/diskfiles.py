@@ -97,11 +97,13 @@ class BlockFiles:
             finally:
                 os.close(descriptor)
             os.rename(part, path)
+            if self._fsync:
+                self._sync_directory(path.parent)
         except BaseException:
-            part.unlink(missing_ok=True)
+            for left in (part, path):
+                with suppress(OSError):
+                    left.unlink(missing_ok=True)
             raise
-        if self._fsync:
-            self._sync_directory(path.parent)
 
     def read(self, key: BlockKey, copy_bytes: int) -> memoryview:
         """The whole copy, verified.

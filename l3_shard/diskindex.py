@@ -7,7 +7,6 @@ last met it stays, and a parent outlives its children.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -84,10 +83,10 @@ class DiskIndex:
         self._promised_bytes += wanted
         return victims
 
-    def shrink(self) -> list[DiskEntry]:
-        """Evict what is over the capacity (which was smaller when the files were written)."""
+    def shrink(self, count_max: int) -> list[DiskEntry]:
+        """Evict what is over the capacity (which was larger when the files were written), so many at most."""
         victims: list[DiskEntry] = []
-        while self.used_bytes + self._promised_bytes > self.capacity_bytes:
+        while len(victims) < count_max and self.used_bytes + self._promised_bytes > self.capacity_bytes:
             victims.append(self._evict())
         return victims
 
@@ -137,10 +136,6 @@ class DiskIndex:
         """Sorted by key."""
         page = islice(self._listed.after(after), limit)
         return [BlockItem(key, self._entries[key].copy_bytes) for key in page]
-
-    def used(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which were read since the hand last met them."""
-        return [key in self._marked for key in keys]
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -13,8 +13,8 @@ A membership whose own bytes are damaged is no membership, and its shard a stran
 
 A stranger or candidate enters in two passes over the other shards:
 
-1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  One more than the highest
-   number is taken.
+1. **Which entry is mine?**  ``StrongEnter`` with entry 0 asks what is known.  A number above the highest is
+   taken, and above all that our lost disk can have taken besides.
 2. **What do you have?**  ``StrongEnter`` with that number: the other shard notes the entry durably, *then*
    lists its states of the records that we own, page by page.  From then on it tells every proposer about our
    entry, and votes from before do not count any more (``l3_shard.quorum``).
@@ -25,8 +25,8 @@ have nothing; strangers do not count.  Where too many disks are gone nobody can 
 ``Unavailable`` until an operator decides: losing them silently is the worse choice.
 
 A database that has a past as somebody else's, or as ours before its membership was damaged, may be older than
-what the others know.  Its states are merged with theirs; what none of them lists was never decided, or was
-deleted and removed since, and is forgotten before we vote.
+what the others know.  Its states are merged with theirs, and are nobody's votes; what none of them lists was
+never decided, or was deleted and removed since, and is forgotten before we vote.
 
 **Enough** is, by the settled map, a majority of the *others* in every group that we belong to
 (``quorum.informed``), and a majority of every other group: so that whoever loses its disk later hears that it
@@ -67,6 +67,7 @@ from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.configuration import Configuration, encode, from_maps
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines, Local
+from l3_shard.patience import Patience
 from l3_shard.quorum import informed, majority
 from l3_shard.ring import Ring
 from l3_shard.storage import Scan, Scanned
@@ -78,6 +79,9 @@ TENANT_BYTES = 16
 PAGE_KEYS = 256
 PAGE_BYTES = 4 << 20
 RETRY_S = 0.2
+LIFE_ENTRIES = 1 << 20
+"""Entry numbers of one disk: it may have taken some that it could tell nobody (``l3_shard.healing``), and its
+successor takes none of those."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +103,12 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """They are, up to here; ``None`` = all."""
     fresh: bool = False
     """It has never voted, nor has anybody before it under its name."""
+    origin: list[int] = []
+    """Of the configuration."""
+    dropped: int = 0
+    """Epoch of the last settled map for which ``l3_shard.dropping`` is through; 0 = it was not noted yet."""
+    void: bool = False
+    """All that it has of records is to be dropped."""
 
 
 _member_decoder = msgspec.msgpack.Decoder(Member)
@@ -127,9 +137,13 @@ class _Learn:
     """A ``Change``: merge another acceptor's state."""
 
     other: StrongState
+    copied: bool
+    """What is here may be somebody else's votes."""
     done: Callable[[KVCommError | None], None]
 
     def apply(self, state: StrongState) -> StrongState:
+        if self.copied and state.accepted != NO_BALLOT:
+            state = StrongState(state.promised, state.accepted, state.register, False)
         return acceptor.learn(state, self.other)
 
     def durable(self, state: StrongState) -> None:
@@ -140,7 +154,7 @@ class _Learn:
 
 
 @dataclass(eq=False, slots=True)
-class _Forget:
+class Forget:
     """A ``Change``: there is no such record."""
 
     done: Callable[[KVCommError | None], None]
@@ -159,6 +173,7 @@ class _Forget:
 class _Peer:
     """Another shard, as far as it has told."""
 
+    patience: Patience
     told: bool = False
     """In the first pass."""
     listed: bool = False
@@ -206,18 +221,23 @@ class Entering:
         refused: Callable[[Message], None],
         moved: Callable[[], None],
     ) -> None:
-        self.entry = 0
+        self._entry = 0
         self.entries: dict[str, int] = {}
         self.configuration: Configuration | None = None
         """``None`` until we know."""
         self.heard_of: Configuration | None = None
         """What a voter told us that is none of our own yet: whom to ask."""
-        self.floor = NO_BALLOT
+        self._floor = NO_BALLOT
         self.confirmed: tuple[int, ...] = ()
         self.cursor: bytes | None = b""
+        self.void = False
+        """All that we have of records is to be dropped before we vote again, see ``l3_shard.dropping``."""
+        self._dropped = FIRST_EPOCH
+        self._wipes = False
+        """An earlier life has begun to enter; what it was told may be out of date."""
         self._moved = moved
-        self._durable: tuple[tuple[int, ...], bytes, int] = ((), NO_BALLOT, 0)
-        """What of these is on the disk: maps, floor, entry."""
+        self._durable: tuple[tuple[int, ...], bytes, int, int, bool] = ((), NO_BALLOT, 0, FIRST_EPOCH, False)
+        """What of these is on the disk: maps, floor, entry, dropped, void."""
         self._desk, self._lines = desk, lines
         self._node, self._member, self._ring, self._refused = node, member, ring, refused
         self._state: Literal["new", "loading", "stranger", "candidate", "voter", "failed"] = "new"
@@ -246,9 +266,37 @@ class Entering:
         return self._state == "voter"
 
     @property
+    def entry(self) -> int:
+        """Ours, as it is on the disk: one that a crash takes back must not be heard of, for it is taken once
+        more after it."""
+        return self._durable[2]
+
+    @property
+    def floor(self) -> bytes:
+        """As it is on the disk: what goes because of a floor must not go before it."""
+        return self._durable[1]
+
+    @property
     def maps(self) -> tuple[int, ...]:
         """Epochs of the configuration."""
         return () if self.configuration is None else self.configuration.maps
+
+    @property
+    def durable(self) -> bool:
+        """Whether the configuration is on the disk, with what is to be dropped for it."""
+        maps, _, _, dropped, void = self._durable
+        return (maps, dropped, void) == (self.maps, self._dropped, self.void)
+
+    @property
+    def drops(self) -> bool:
+        """Whether we may still have something from an earlier ownership: see ``l3_shard.dropping``."""
+        known = self.configuration
+        return known is not None and (self.void or self._dropped != known.settled.epoch)
+
+    @property
+    def ready(self) -> bool:
+        known = self.configuration
+        return self.durable and not self.void and not (self.drops and known is not None and known.pending)
 
     @property
     def told(self) -> bytes:
@@ -268,11 +316,11 @@ class Entering:
         """Move on to what this and ours are together; ``done`` once all of it is on the disk."""
         before = self.maps
         ours = self.configuration
-        self.configuration = configuration if ours is None else ours.merged(configuration)
-        self.floor = max(self.floor, floor)
+        self.configuration = configuration if ours is None else self._followed(ours.merged(configuration))
+        self._floor = max(self._floor, floor)
         if self.maps != before:
             self._moved()
-        if self._durable[:2] == (self.maps, self.floor):
+        if self._durable[:2] == (self.maps, self._floor):
             done(None)
         else:
             self._store(None, done)
@@ -280,9 +328,30 @@ class Entering:
     def settle(self, maps: tuple[int, ...]) -> None:
         """The owners by the last of these maps, our configuration, have everything now."""
         assert self.configuration is not None and maps == self.maps
-        self.configuration = Configuration(self.configuration.target)
+        self.configuration = self._followed(self.configuration.reached())
         self._moved()
         self._store(None)
+
+    def _followed(self, after: Configuration) -> Configuration:
+        """Where another map has been settled, what we have counts only if we came the way of the others."""
+        before = self.configuration
+        assert before is not None
+        if after.settled.epoch != before.settled.epoch:
+            came_along = not after.origin or before.is_beyond(after.origin)
+            self.void = self.drops or not came_along
+        return after
+
+    def have_dropped(self, epoch: int, done: Callable[[KVCommError | None], None]) -> None:
+        """All that had to go under this settled map is off the disk."""
+        before = self._dropped, self.void
+        self._dropped, self.void = epoch, False
+
+        def stored(error: KVCommError | None) -> None:
+            if error is not None:
+                self._dropped, self.void = before
+            done(error)
+
+        self._store(None, stored)
 
     def progress(
         self, maps: tuple[int, ...], cursor: bytes | None, done: Callable[[KVCommError | None], None]
@@ -291,10 +360,11 @@ class Entering:
         self.confirmed, self.cursor = maps, cursor
         self._store(None, done)
 
-    def enter_anew(self, done: Callable[[KVCommError | None], None]) -> None:
+    def enter_anew(self, done: Callable[[KVCommError | None], None]) -> int:
         """Take the next entry, for which nothing has been voted yet: see ``l3_shard.healing``."""
-        self.entry += 1
+        self._entry += 1
         self._store(None, done)
+        return self._entry
 
     # -- our own way in
 
@@ -332,17 +402,21 @@ class Entering:
         self._state, self._copy = "stranger", local.damaged
         if stored is None or local.damaged:
             return
-        self.entries, self.floor = dict(stored.entries), stored.floor
+        self.entries, self._floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
+        self._wipes = not self._copy and not stored.entry
         self._fresh = stored.fresh and not self._copy
         if self._copy:
             return  # a copy of a database: what it knows is true, but there may have been more
-        self.entry = stored.entry
+        self._entry = stored.entry
         if stored.settled is not None:
-            self.configuration = from_maps(stored.settled, stored.pending)
+            self.configuration = from_maps(stored.settled, stored.pending, stored.origin)
+            # unnoted, with pending maps: we may have voted by them, and nothing has been removed by this one
+            unnoted = stored.settled.epoch if stored.pending else FIRST_EPOCH
+            self._dropped, self.void = stored.dropped or unnoted, stored.void
             self.confirmed, self.cursor = tuple(stored.confirmed), stored.cursor
-            self._durable = (self.maps, self.floor, self.entry)
-            self._state = "voter" if self.entry else "candidate"
+            self._durable = (self.maps, self._floor, self._entry, self._dropped, self.void)
+            self._state = "voter" if self._entry else "candidate"
 
     def _go_on(self) -> None:
         ring = self._ring()
@@ -352,17 +426,20 @@ class Entering:
             self.configuration = Configuration(ring)
             self._store("candidate")
             return
+        if self._wipes:
+            self._forget_after(b"")
+            return
         settled = self._told_by_now()
         others = [known.names for known in (settled, self.heard_of) if known is not None]
         for node in (*ring.names, *chain.from_iterable(others)):
             if node != self._node:
-                self._peers.setdefault(node, _Peer())
+                self._peers.setdefault(node, _Peer(Patience(self._desk.limits.request_timeout_s)))
         told = [node for node, peer in self._peers.items() if peer.told]
         listed = [node for node, peer in self._peers.items() if peer.listed]
         if settled is not None and not self._number and self._reached(settled, told):
-            self._number = 1 + self._known
-            fresh, self._fresh = self._fresh, self._fresh or not (self._known or self._copy)
-            if self._fresh and not fresh:  # noted before others note our entry: a crash must not forget it
+            self._number = self._known + (LIFE_ENTRIES if self._known else 1)
+            self._fresh = self._fresh or not (self._known or self._copy)
+            if not self._copy:  # noted before we learn and others note our entry: a crash must not forget it
                 self._store("stranger" if self._state == "stranger" else "candidate")
             for peer in self._peers.values():
                 peer.asked_at = float("-inf")
@@ -372,8 +449,9 @@ class Entering:
             if self._copy and not self._forgotten:
                 self._forget_after(b"")
                 return
-            self.entry, self.configuration = self._number, settled
+            self._entry, self.configuration = self._number, settled
             self.confirmed, self.cursor, self._fresh = (), b"", False
+            self._dropped, self.void = settled.settled.epoch, False
             self._store("voter")
             return
         for node, peer in self._peers.items():
@@ -401,11 +479,11 @@ class Entering:
             if not failed and event.resume is not None:
                 self._forget_after(event.resume)
             elif not failed:
-                self._forgotten = True
+                self._forgotten, self._wipes = not self._wipes, False
 
         for key in keys:
             try:
-                self._lines.change(key, _Forget(done), mends=True)
+                self._lines.change(key, Forget(done), mends=True)
             except Refused as error:
                 done(error)
         done(None)
@@ -438,10 +516,12 @@ class Entering:
     def _ask(self, node: str, peer: _Peer) -> None:
         peer.busy, peer.asked_at = True, self._desk.now
         message = StrongEnter(self._ring().epoch, self._node, self._number, peer.after)
-        self._desk.ask(node, message, partial(self._told, node, peer, self._number))
+        timeout_s = peer.patience.asked(self._desk.now)
+        self._desk.ask(node, message, partial(self._told, node, peer, self._number), timeout_s=timeout_s)
 
     def _told(self, node: str, peer: _Peer, number: int, answer: Message) -> None:
         peer.busy, self._news = False, True
+        peer.patience.heard(self._desk.now, answered=isinstance(answer, StrongListed))
         if not isinstance(answer, StrongListed):
             self._refused(answer)
             return
@@ -449,18 +529,30 @@ class Entering:
             return
         try:
             states = checked(answer)
-            configuration = self._same_or(answer.settled, answer.pending)
+            configuration = self._same_or(answer.settled, answer.pending, answer.origin)
         except Corrupt:
             return
         entry = answer.entries.get(node, 0)
-        if number and entry != peer.entry:  # it lost its disk meanwhile: from the beginning
+        if peer.after and entry != peer.entry:  # it entered again between two pages: from the beginning
             peer.entry, peer.after, peer.listed = entry, b"", False
             return
-        peer.configuration, peer.entry, peer.told = configuration, entry, True
-        self.floor = max(self.floor, answer.floor)
+        before, peer.configuration = self._told_by_now(), configuration
+        peer.entry, peer.told = entry, True
+        self._floor = max(self._floor, answer.floor)
         self._note(answer.entries)
-        if number:
+        known = self._told_by_now()
+        assert known is not None
+        if number and before is not None and before.settled.epoch != known.settled.epoch:
+            self._learn_anew()
+        elif number and configuration.settled.epoch == known.settled.epoch:
             self._learn(peer, answer, states)
+
+    def _learn_anew(self) -> None:
+        """The others have other owners since: what they told before may have been removed."""
+        for peer in self._peers.values():
+            peer.listed, peer.after, peer.asked_at = False, b"", float("-inf")
+        self._listed_keys.clear()
+        self._wipes, self._forgotten = not self._copy, False
 
     def _note(self, entries: dict[str, int]) -> None:
         for node, entry in entries.items():
@@ -495,7 +587,7 @@ class Entering:
             self._listed_keys.update(answer.keys)
         for key, state in zip(answer.keys, states, strict=True):
             try:
-                self._lines.change(key, _Learn(state, done), mends=True)
+                self._lines.change(key, _Learn(state, self._copy, done), mends=True)
             except Refused as error:
                 done(error)
 
@@ -506,7 +598,7 @@ class Entering:
     ) -> None:
         """Write the membership; ``then`` is what we are once it is durable."""
         self._storing = then is not None or self._storing
-        written: tuple[tuple[int, ...], bytes, int] = self._durable
+        written = self._durable
 
         def stored(error: KVCommError | None) -> None:
             self._news = True
@@ -522,7 +614,7 @@ class Entering:
 
         def member() -> Member:
             nonlocal written
-            written = (self.maps, self.floor, self.entry)
+            written = (self.maps, self._floor, self._entry, self._dropped, self.void)
             settled, pending = None, list[RingMap]()
             if self.configuration is not None:
                 settled = self.configuration.settled.to_map()
@@ -531,14 +623,17 @@ class Entering:
             confirmed = list(self.confirmed)
             return Member(
                 self._member,
-                self.entry,
+                self._entry,
                 entries,
                 settled,
                 pending,
-                self.floor,
+                self._floor,
                 confirmed,
                 self.cursor,
                 self._fresh,
+                [] if self.configuration is None else list(self.configuration.origin),
+                self._dropped,
+                self.void,
             )
 
         try:
@@ -546,18 +641,22 @@ class Entering:
         except Refused as error:
             stored(error)
 
-    def _same_or(self, settled: RingMap, pending: Sequence[RingMap]) -> Configuration:
+    def _same_or(self, settled: RingMap, pending: Sequence[RingMap], origin: Sequence[int]) -> Configuration:
         """What another node told; ours if it is the same, for a ring is not made in no time."""
         ours = self.configuration
-        if ours is not None and ours.maps == (settled.epoch, *(ring.epoch for ring in pending)):
+        maps = (settled.epoch, *(ring.epoch for ring in pending))
+        if ours is not None and ours.maps == maps and (ours.origin or not origin):
             return ours
         told = (peer.configuration for peer in self._peers.values())
         known = [known for known in (ours, self.heard_of, *told) if known is not None]
-        return from_maps(settled, pending, [self._ring(), *(ring for each in known for ring in each.rings)])
+        rings = [self._ring(), *(ring for each in known for ring in each.rings)]
+        return from_maps(settled, pending, origin, rings)
 
-    def configuration_of(self, settled: RingMap, pending: Sequence[RingMap]) -> Configuration:
+    def configuration_of(
+        self, settled: RingMap, pending: Sequence[RingMap], origin: Sequence[int]
+    ) -> Configuration:
         """Raises ``Corrupt``: it is none."""
-        return self._same_or(settled, pending)
+        return self._same_or(settled, pending, origin)
 
     # -- telling others
 
@@ -570,6 +669,8 @@ class Entering:
         """
         if self._state in ("new", "loading", "failed"):
             raise Unavailable(f"{self._node} is reading its own membership")
+        if message.entry and self.votes and (self.drops or not self.durable):
+            raise Unavailable(f"{self._node} is dropping what it knew as an owner of the past; ask again")
         if message.entry == 0 or self.configuration is None:
             self._desk.reply(origin, self._listed([], [], None))
             return
@@ -620,7 +721,7 @@ class Entering:
         if key == MEMBERSHIP_KEY:
             return False
         name, known = key[TENANT_BYTES:], self.configuration
-        return node in self._ring().replicas(name) or (known is not None and known.owned_by(node, name))
+        return known is not None and known.owned_by(node, name)
 
     def _read(self, listing: _Listing, index: int, local: Local[StrongState]) -> None:
         """One state that cannot be told spoils the page: the asker would take it for told."""
@@ -660,8 +761,9 @@ class Entering:
             entries[self._node] = self.entry
         if self.configuration is None:
             return StrongListed(entries, None, keys, states, resume)
-        known = self.configuration.to_message(0, self.floor)
-        return StrongListed(entries, known.settled, keys, states, resume, known.pending, known.floor)
+        known = self.configuration.to_message(0, self._floor)
+        told = (known.pending, known.floor, known.origin)
+        return StrongListed(entries, known.settled, keys, states, resume, *told)
 
     # -- looking inside
 

@@ -289,6 +289,7 @@ class Fetching:
         asks = [
             replace(self._routes.ask(node, BlockSuspect([*keys])), timeout_s=TELL_TIMEOUT_S)
             for node, keys in damaged.items()
+            if node in self._routes.ring
         ]
         self._told += yield Submit(asks)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvcomm.wire.messages import Done, Message, RecordReplicate, RecordState
+from kvcomm.wire.messages import Done, Failure, Message, RecordReplicate, RecordState
 from l3_shard import dvv
 from l3_shard.desk import Desk
 from l3_shard.hints import Hint, Hints
 from l3_shard.lines import Lines, Local
+from l3_shard.writing import UNMERGEABLE
 
 
 class Handoff:
@@ -79,5 +80,15 @@ class Handoff:
         if isinstance(answer, Done):
             self._hints.delivered(self._node, going)
             self._done(None)
+        elif isinstance(answer, Failure) and answer.code in UNMERGEABLE:
+            self._apart(going)
         else:
             self._done(answer)
+
+    def _apart(self, going: Sequence[Hint]) -> None:
+        """One record's trouble must not keep the others, and comparisons, from their turn: each by itself."""
+        if len(going) > 1:
+            self.start(1)
+        else:
+            self._hints.void(self._node, going)
+            self._done(None)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcomm.errors import Corrupt, KVCommError, Refused
+from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from kvcomm.wire.messages import Failure, Message, StrongEnter, StrongListed, StrongState
 from l3_shard import acceptor
 from l3_shard.ballot import NO_BALLOT
@@ -38,9 +38,12 @@ class _Heal:
     """A ``Change``."""
 
     learned: StrongState
+    current: Callable[[], bool]
     done: Callable[[KVCommError | None], None]
 
     def apply(self, state: StrongState) -> StrongState:
+        if not self.current():
+            raise Unavailable("other maps decide since it was learned")
         return self.learned if state == acceptor.EMPTY else state
 
     def durable(self, state: StrongState) -> None:
@@ -55,7 +58,9 @@ class _Round:
     """Some damaged records, under one entry."""
 
     learned: dict[bytes, StrongState]
-    entry: int
+    maps: tuple[int, ...]
+    """What is told under others does not count: it may have been removed since."""
+    entry: int = 0
     ready: bool = False
     """The entry is on our disk."""
     told: set[str] = field(default_factory=set)
@@ -130,8 +135,8 @@ class Healing:
         for key in list(self._waiting)[:KEYS_MAX]:
             del self._waiting[key]
         if keys:
-            self._round = _Round(dict.fromkeys(keys, acceptor.EMPTY), self._membership.entry + 1)
-            self._membership.enter_anew(partial(self._entered, self._round))
+            round_ = self._round = _Round(dict.fromkeys(keys, acceptor.EMPTY), self._membership.maps)
+            round_.entry = self._membership.enter_anew(partial(self._entered, round_))
 
     def _has_others(self, key: bytes) -> bool:
         return all(len(group) > 1 for group in self._groups(key))
@@ -178,7 +183,11 @@ class Healing:
             states = checked(answer)
         except Corrupt:
             return
-        if list(answer.keys) != asked:
+        told_maps = (answer.settled.epoch, *(ring.epoch for ring in answer.pending))
+        if list(answer.keys) != asked or told_maps != self._membership.maps:
+            return
+        if round_.maps != told_maps:
+            self._ask_anew(round_)
             return
         round_.told.add(node)
         round_.floor = max(round_.floor, answer.floor)
@@ -201,9 +210,11 @@ class Healing:
     def _write(self, round_: _Round, key: bytes, error: KVCommError | None) -> None:
         if error is not None:
             round_.writing.discard(key)
-            round_.told.clear()
+            self._ask_anew(round_)
             return
-        change = _Heal(round_.learned[key], partial(self._written, round_, key))
+        maps = round_.maps
+        current = lambda: self._membership.ready and self._membership.maps == maps  # noqa: E731
+        change = _Heal(round_.learned[key], current, partial(self._written, round_, key))
         try:
             self._lines.change(key, change, mends=True)
         except Refused as busy:
@@ -212,12 +223,18 @@ class Healing:
     def _written(self, round_: _Round, key: bytes, error: KVCommError | None) -> None:
         round_.writing.discard(key)
         if error is not None:
-            round_.told.clear()  # asked again, for what is left
+            self._ask_anew(round_)
             return
         self.healed_count += 1
         del round_.learned[key]
         if not round_.learned:
             self._round = None
+
+    def _ask_anew(self, round_: _Round) -> None:
+        """For what is left, under the maps of now."""
+        round_.told.clear()
+        round_.maps = self._membership.maps
+        round_.learned.update({key: acceptor.EMPTY for key in round_.learned if key not in round_.writing})
 
     # -- looking inside
 

@@ -57,7 +57,7 @@ class HintCounts:
     delivered: int = 0
     expired: int = 0
     void: int = 0
-    """The node does not keep the record any more, or the record could not be read here."""
+    """The node does not keep the record any more or cannot merge it, or it could not be read here."""
 
 
 class Hints:
@@ -76,8 +76,21 @@ class Hints:
         self._bytes_max, self._age_ms, self._save = bytes_max, int(age_s * 1_000), save
         self._by_node: dict[str, dict[bytes, Hint]] = {}
         self._serial = 0
-        for was in sorted(_decoded(stored), key=lambda was: (was.since_ms, was.node, was.key)):
+        for was in sorted(self._read(stored), key=lambda was: (was.since_ms, was.node, was.key)):
             self._insert(was.node, was.key, was.since_ms)
+
+    def _read(self, notes: Mapping[bytes, bytes]) -> list[_Stored]:
+        """Without those that rotted on the disk: comparing finds what they told of, and a shard that ended at
+        one could never start again."""
+        decoder = msgspec.msgpack.Decoder(_Stored)
+        found: list[_Stored] = []
+        for note, value in list(notes.items()):
+            if note.startswith(PREFIX):
+                try:
+                    found.append(decoder.decode(value))
+                except msgspec.DecodeError:
+                    self._save(note, None)
+        return found
 
     def __len__(self) -> int:
         return sum(map(len, self._by_node.values()))
@@ -147,11 +160,6 @@ class Hints:
         keys = [key for hints in self._by_node.values() for key in hints]
         assert self.held_bytes == sum(map(_bytes, keys))
         assert all(self._by_node.values()), "a node without hints is not listed"
-
-
-def _decoded(notes: Mapping[bytes, bytes]) -> list[_Stored]:
-    decoder = msgspec.msgpack.Decoder(_Stored)
-    return [decoder.decode(value) for note, value in notes.items() if note.startswith(PREFIX)]
 
 
 def _bytes(key: bytes) -> int:

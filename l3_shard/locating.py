@@ -36,7 +36,7 @@ class Locating:
         self._routes, self._keys = routes, keys
         self._found: list[Presence] = [None] * len(keys)
         self._tried: list[list[str]] = [[] for _ in keys]
-        self._absent_at: list[int] = [0] * len(keys)  # owners that said so
+        self._absent_at: list[set[str]] = [set() for _ in keys]  # who said so; old owners may be among them
         self._open: list[_Asking] = []
         self._renewed = False
 
@@ -125,18 +125,18 @@ class Locating:
         if isinstance(message, BlockPresence) and len(message.present) == len(indices):
             self._routes.speeds.took(node, answer.now - asking.began, 0, answer.now)
             for index, present in zip(indices, message.present, strict=True):
-                self._absent_at[index] += not present
+                if not present:
+                    self._absent_at[index].add(node)
                 self._found[index] = bool(present) or bool(self._found[index])
         elif self._routes.failed(node, answer) and not self._renewed:
             self._renewed = True  # by the newer map, from the start; once, whatever the next one says
             for index, said in enumerate(self._found):
                 if not said:
                     self._tried[index].clear()
-                    self._absent_at[index] = 0
         return [index for index in indices if not self._found[index]]
 
     def _said(self, index: int) -> Presence:
-        if self._found[index] is False and self._absent_at[index] < len(self._owners(index)):
+        if self._found[index] is False and not self._absent_at[index].issuperset(self._owners(index)):
             return None  # some owner may have it for all we know
         return self._found[index]
 

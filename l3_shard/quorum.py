@@ -2,11 +2,8 @@
 
 **Majorities, of every group.**  A round needs a majority of the owners of the record.  When the ring gives
 the record other owners, their majorities need not meet; so a round then needs a majority of *both* the
-settled owners and the new ones (joint quorums; Rystsov 2018, section 2.3).  The settled owners are those of
-the map under which the cluster began.  Only a rescan (every record read through both and written to the new
-owners) may make a newer map the settled one.  That step does not exist yet, so the settled owners stay in
-every quorum: a record whose settled owners have lost their majority is ``Unavailable`` whatever the newest
-map says.
+settled owners and the new ones (joint quorums; Rystsov 2018, section 2.3), until the new ones have everything
+that was decided (``l3_shard.settling``).
 
 **Entries.**  An acceptor that lost its state is a new one under an old name.  Votes that it gave before may
 be forgotten, so they must not be counted any more, not even those whose answers are still on their way.  It
@@ -76,7 +73,7 @@ def counted(standings: Mapping[str, Standing]) -> list[str]:
 
 
 def joint(settled: Sequence[str], owners: Sequence[str]) -> Quorum:
-    """The quorum of a record that ``settled`` owned when the cluster began and that ``owners`` own now."""
+    """The quorum of a record while it goes from the owners ``settled`` to ``owners``."""
     same = set(settled) == set(owners)
     return Quorum((tuple(settled),) if same else (tuple(settled), tuple(owners)))
 

@@ -64,6 +64,8 @@ class Recheck:
         self._node, self._desk, self._timers = node, desk, timers
         self._ring, self._adopt, self._serve = ring, adopt, serve
         self._in_doubt = False
+        self._asked_count = 0
+        """``count`` when the others were asked last: only that doubt can end."""
         self._silent: set[str] = set()
         """Who has not answered yet."""
         self._held: list[_Held] = []
@@ -74,8 +76,9 @@ class Recheck:
         self.count += 1
         others = [name for name in self._ring().names if name != self._node]
         if not others or self._node not in self._ring():
+            self._over(self.count)  # what has been held since an earlier time is for this ring to refuse
             return
-        self._in_doubt, self._silent = True, set(others)
+        self._in_doubt, self._asked_count, self._silent = True, self.count, set(others)
         for node in others:
             self._desk.ask(node, RingGet(), partial(self._heard, self.count, node))
         self._timers.at(self._desk.now + RECHECK_S, partial(self._over, self.count))
@@ -115,6 +118,7 @@ class Recheck:
     def check(self) -> None:
         """Assert that nothing is held for nothing and the bounds hold."""
         assert self._in_doubt or not self._held
+        assert not self._in_doubt or self._asked_count == self.count, "a doubt that nobody ends"
         assert len(self._held) <= HELD_MAX and self._held_bytes <= HELD_BYTES_MAX
 
 

@@ -26,7 +26,13 @@ from l3_shard.ring import Ring
 SETTLE_S = 1.0
 """After a change of the ring: the others hear of it, too."""
 RETRY_S = 5.0
-"""After a round in which somebody did not answer."""
+"""After a round in which somebody did not answer; twice as long each time, up to the usual interval."""
+PAGE_PAUSE_S = 0.02
+"""Before each further page of names, for each peer: one page takes a shard 2 to 3 ms, in which it serves
+nobody, and all of them may be asking it."""
+OPENING_MAX_S = 60.0
+"""How long the disk tier may take to know what it holds, until it is not waited for."""
+OPENING_LOOK_S = 0.05
 
 _HOLDER = -2
 """No connection has this number."""
@@ -84,18 +90,23 @@ class Refilling:
         """Until cancelled."""
         if not self._options.rate_bytes:
             return
+        retry_s = RETRY_S
         while True:
             if self._changed.is_set():
                 self._changed.clear()
+                retry_s = RETRY_S
                 await asyncio.sleep(SETTLE_S)
             complete = True
+            await self._disk_opened()
             if self._due():
                 ring = self._ring()
                 complete = await self._round(ring)
                 self.counts.rounds["complete" if complete else "failed"] += 1
                 self._done_epoch = ring.epoch if complete else self._done_epoch
+            wait_s = self._options.interval_s if complete else min(retry_s, self._options.interval_s)
+            retry_s = RETRY_S if complete else 2 * wait_s
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._options.interval_s if complete else RETRY_S):
+                async with asyncio.timeout(wait_s):
                     await self._changed.wait()
 
     def _due(self) -> bool:
@@ -108,16 +119,30 @@ class Refilling:
         round_ = Round(self._node, ring, self._lacks)
         pace = Pace(self._options.rate_bytes, WINDOW_BYTES)
         while (order := round_.next()) is not None:
-            if self._ring().epoch != ring.epoch:
+            await asyncio.sleep(self._wait_s(order, pace, ring))  # also lets requests in between, at 0.0
+            if self._ring().epoch != ring.epoch:  # the peer may not be in the newest one
                 return False
             if isinstance(order, AskHoldings):
                 answer = await self._ask(Ask(self._resolve(order.node), order.message))
                 round_.listed(answer.message)
                 continue
-            await asyncio.sleep(pace.wait_s(self._clock()))  # also lets requests in between, at 0.0
             copies_bytes = await self._take(ring.epoch, order, round_)
             pace.spend(copies_bytes, self._clock())
         return not round_.failed
+
+    def _wait_s(self, order: AskHoldings | Take, pace: Pace, ring: Ring) -> float:
+        if isinstance(order, Take):
+            return pace.wait_s(self._clock())
+        return PAGE_PAUSE_S * (len(ring.names) - 1) if order.message.after else 0.0
+
+    async def _disk_opened(self) -> None:
+        """Until then the disk tier names nothing, and all that it has would be got from the others again."""
+        if self._disk is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OPENING_MAX_S):
+                while self._disk.usage().state == "opening":
+                    await asyncio.sleep(OPENING_LOOK_S)
 
     def _lacks(self, keys: Sequence[BlockKey]) -> list[bool]:
         present = self._blocks.present(keys, ANY_TENANT)

@@ -25,9 +25,12 @@ An owner that loses its disk takes the floors of the others over before it votes
 an old database forgets what none of them lists (``l3_shard.entering``).  The rate is bounded, and a tombstone
 is left alone for a while: most are written over.
 
-**Limit.**  Only the owners are asked.  A shard that was an owner under an earlier map may still have an older
-value, which would come back with it if a later map made it one again.  So nothing is removed any more once
-the first map of the cluster has been replaced by one with other owners; tombstones stay then, as they are.
+**When the owners change.**  Only the owners are asked.  A shard that was one under an earlier map may still
+have an older value; it drops that before it can vote on the record again, whatever it slept through
+(``l3_shard.dropping``).  That argument needs all owners to be at one settled map and nothing else, so nothing
+is removed while another map is pending.
+
+**Limit.**  A tombstone of a record that was changed under a lease stays, for its fence does.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import inf, isinf
+from math import isinf
 
 from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.machine import Origin, Ticket
@@ -74,7 +77,8 @@ Confirm = Callable[[bytes, Callable[[StrongOutcome], None]], None]
 
 @dataclass(eq=False, slots=True)
 class _Remove:
-    """A ``Change``: drop the tombstone that was accepted under ``accepted``."""
+    """A ``Change``: drop the tombstone that was accepted under ``accepted``, or a promise without anything
+    accepted: the floor stands for both."""
 
     accepted: bytes
     membership: Entering
@@ -82,7 +86,8 @@ class _Remove:
     removed: bool = False
 
     def apply(self, state: StrongState) -> StrongState:
-        held = state.accepted == self.accepted and _may_go(state)
+        only_promised = state.accepted == NO_BALLOT and state.promised != NO_BALLOT
+        held = only_promised or (state.accepted == self.accepted and _may_go(state))
         self.removed = held and state.promised <= self.membership.floor
         return acceptor.EMPTY if self.removed else state
 
@@ -143,6 +148,8 @@ class Removing:
         self._next_at = 0.0
         self._sweep_at: float | None = None
         self._sweep_after = b""
+        self._swept_epoch = FIRST_EPOCH
+        """Of the settled map whose records are looked through."""
         self._sweep: Ticket | None = None
 
     def deleted(self, key: bytes) -> None:
@@ -160,16 +167,17 @@ class Removing:
 
     def wake(self) -> None:
         """Do what is due."""
-        now = self._desk.now
+        now, known = self._desk.now, self._membership.configuration
+        if known is not None and known.settled.epoch != self._swept_epoch:  # new owners, who remember nothing
+            self._swept_epoch, self._sweep_at, self._sweep_after = known.settled.epoch, None, b""
         sweeps = self._sweep is None and (self._sweep_at is None or now >= self._sweep_at)
         begins = bool(self._due) and self._due[0][0] <= now and now >= self._next_at and not self._open_count
         if not (sweeps or begins) or isinf(self._age_s) or not self._membership.votes:
             return
-        known = self._membership.configuration
-        if known is None or known.maps != (FIRST_EPOCH,):
-            self._due.clear()
-            self._noticed.clear()
-            self._sweep_at = inf
+        assert known is not None, "a voter has one"
+        if known.pending or (known.settled.epoch != FIRST_EPOCH and not known.origin):
+            self._next_at = now + BATCH_INTERVAL_S
+            self._sweep_at = max(self._sweep_at or now, self._next_at)
             return
         if self._sweep_at is None:
             self._sweep_at = now + self._age_s
@@ -183,7 +191,7 @@ class Removing:
         """When to :meth:`wake` next."""
         if not self._membership.votes or self._sweep_at is None:
             return None
-        waits = [] if self._sweep is not None or isinf(self._sweep_at) else [self._sweep_at]
+        waits = [] if self._sweep is not None else [self._sweep_at]
         if self._due and not self._open_count:
             waits.append(max(self._next_at, self._due[0][0]))
         return max(self._desk.now, min(waits)) if waits else None
@@ -273,6 +281,8 @@ class Removing:
             return  # later, with the next look at it
 
     def _order(self, quorum: Quorum, cases: list[_Case]) -> None:
+        if quorum.maps != self._membership.maps:
+            return  # an owner of the new ones may lack the floor
         floor = max(state.promised for case in cases for state in case.states.values())
         keys = [case.key for case in cases]
         accepted = [max(state.accepted for state in case.states.values()) for case in cases]

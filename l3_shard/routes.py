@@ -14,13 +14,15 @@ from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, OutcomeUnknown, StaleEpoch, Unavailable
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.frames import Sink
-from kvcomm.wire.messages import Failure, Message, RingMap, RingNode
+from kvcomm.wire.messages import Failure, Message, Ping, RingMap, RingNode
 from l3_shard.ring import Ring, RingError, decode_map
 from l3_shard.speeds import Speeds
 
 SHUN_S = 1.0
 """How long a shard that failed is passed over; twice as long each time that it fails again soon after."""
 SHUN_MAX_S = 8.0
+PROBE_S = 0.7
+"""How long one that was silent may take to show that it is not any more."""
 LAG_S = 1.0
 """How long a shard that lagged behind another owner is given no copies."""
 RELAPSE_S = 10.0
@@ -132,6 +134,23 @@ class Routes:
         shun = self._shuns.get(node)
         return shun is not None and shun.silent and self._clock() < shun.until
 
+    def doubtful(self, node: str) -> bool:
+        """Whether it gave no answer when it was asked last, though the time to pass it over is up."""
+        shun = self._shuns.get(node)
+        return shun is not None and shun.silent and shun.until <= self._clock()
+
+    def probe(self, node: str) -> Ask:
+        """Ask one that is :meth:`doubtful` whether it answers again; until then it is passed over, for longer
+        than before."""
+        self._shun(node, self._clock(), silent=True)
+        return self.ask(node, Ping(), timeout_s=PROBE_S)
+
+    def heard(self, node: str) -> None:
+        """It has answered: whatever it failed before is over."""
+        shun = self._shuns.get(node)
+        if shun is not None and shun.silent:
+            self._shuns[node] = _Shun(min(shun.until, self._clock()), shun.for_s, silent=False)
+
     def beaten(self, rival: str) -> None:
         """A shard could not coordinate because ``rival`` did.  Both are well, so neither is passed over: if
         clients went round who was beaten, each another one, there would be more and more duels; as it is all
@@ -139,7 +158,7 @@ class Routes:
         self.counts.failed_count += 1
         shun = self._shuns.get(rival)
         if shun is not None:
-            self._shuns[rival] = replace(shun, until=min(shun.until, self._clock()))
+            self._shuns[rival] = _Shun(min(shun.until, self._clock()), shun.for_s, silent=False)
 
     def _shun(self, node: str, now: float, *, silent: bool) -> None:
         """Longer each time that it fails again: a request waits for a silent shard longer than the first

@@ -12,7 +12,8 @@ Every voter walks through this by itself, from whatever its membership says when
   configuration, and proposers need majorities by all of its maps.
 * **Scanning.**  Every record that this shard has is confirmed (``changing.confirm``): what it holds, and the
   highest ballot promised for it, become known to a quorum of the whole configuration.  How far this went is
-  durable page by page.
+  durable page by page.  It begins when this shard's own fence is durable too: the votes that it gave before
+  are on its disk then, where the scan finds them.
 * **Confirmed.**  When a majority of every group of owners, by every map but the last, has confirmed its
   records under this configuration, the last map is the settled one.  Whoever finds that out tells all others.
 
@@ -34,6 +35,10 @@ the newer one from the refusal.
 
 The price: for the moments in which two nodes have different configurations, rounds between them are refused
 and repeated.
+
+**Limit.**  A pending map stays in every quorum until it or a newer one is settled, and a newer one is settled
+by majorities of its owners too: while a record's majority by a pending map is away the record is
+``Unavailable``, and if it never returns nothing is settled any more.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from l3_shard.ballot import NO_BALLOT, counter_of
 from l3_shard.configuration import Configuration, decode
 from l3_shard.desk import Desk
 from l3_shard.entering import MEMBERSHIP_KEY, TENANT_BYTES, Entering
+from l3_shard.patience import Patience
 from l3_shard.quorum import majority
 from l3_shard.ring import Ring
 from l3_shard.storage import Scan, Scanned
@@ -64,6 +70,7 @@ Confirm = Callable[[bytes, Callable[[StrongOutcome], None]], None]
 class _Peer:
     """What another voter said last."""
 
+    patience: Patience
     maps: tuple[int, ...] = ()
     confirmed: tuple[int, ...] = ()
     busy: bool = False
@@ -95,6 +102,8 @@ class Settling:
         self._node, self._ring, self._refused = node, ring, refused
         self._peers: dict[str, _Peer] = {}
         self._scan: Ticket | None = None
+        self._scan_maps: tuple[int, ...] = ()
+        """Of the configuration that the page was begun under."""
         self._open_count = 0
         """Records of the page that are being confirmed, and the page itself."""
         self._failed = False
@@ -120,7 +129,7 @@ class Settling:
             return
         self._fence_ourselves(known)
         for node in known.names:
-            peer = self._peers.setdefault(node, _Peer())
+            peer = self._peer(node)
             if node != self._node and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S:
                 self._tell(node, peer)
         if self._has_all(known) and self._enough(known, self._has_confirmed):
@@ -167,12 +176,19 @@ class Settling:
     def _take_up(self, configuration: Configuration) -> None:
         self._membership.take_up(configuration, NO_BALLOT, lambda error: None)
 
+    def _peer(self, node: str) -> _Peer:
+        peer = self._peers.get(node)
+        if peer is None:
+            peer = self._peers[node] = _Peer(Patience(self._desk.limits.request_timeout_s))
+        return peer
+
     def _tell(self, node: str, peer: _Peer) -> None:
         known = self._membership.configuration
         assert known is not None
         peer.busy, peer.asked_at = True, self._desk.now
         message = known.to_message(self._ring().epoch, self._membership.floor)
-        self._desk.ask(node, message, partial(self._told, node, peer))
+        timeout_s = peer.patience.asked(self._desk.now)
+        self._desk.ask(node, message, partial(self._told, node, peer), timeout_s=timeout_s)
 
     def _tell_all(self) -> None:
         for node, peer in self._peers.items():
@@ -181,6 +197,7 @@ class Settling:
 
     def _told(self, node: str, peer: _Peer, answer: Message) -> None:
         peer.busy = False
+        peer.patience.heard(self._desk.now, answered=isinstance(answer, StrongSettling))
         if not isinstance(answer, StrongSettling):
             self._refused(answer)
             return
@@ -194,7 +211,7 @@ class Settling:
     def _learn(self, told: StrongSettle | StrongSettling) -> None:
         if told.floor != NO_BALLOT:
             counter_of(told.floor)
-        configuration = self._membership.configuration_of(told.settled, told.pending)
+        configuration = self._membership.configuration_of(told.settled, told.pending, told.origin)
         if self._membership.votes:
             self._membership.take_up(configuration, told.floor, lambda error: None)
 
@@ -223,13 +240,13 @@ class Settling:
 
     def _may_scan(self, known: Configuration) -> bool:
         idle = self._open_count == 0 and not self._has_all(known)
-        return idle and self._enough(known, self._has_fence)
+        return idle and self._has_fence(self._node, known) and self._enough(known, self._has_fence)
 
     def _begin_page(self, known: Configuration) -> None:
         goes_on = self._membership.confirmed == known.maps
         after = (self._membership.cursor or b"") if goes_on else b""
         self._open_count, self._failed, self._page_at = 1, False, self._desk.now
-        self._scan = self._desk.ticket()
+        self._scan, self._scan_maps = self._desk.ticket(), known.maps
         self._desk.order(Scan(self._scan, b"", after, PAGE_KEYS, "strong"))
 
     def scanned(self, event: Scanned) -> bool:
@@ -239,7 +256,7 @@ class Settling:
         self._scan, known = None, self._membership.configuration
         assert known is not None
         self._failed = bool(event.failure)
-        over = partial(self._page_over, known.maps, event.resume)
+        over = partial(self._page_over, self._scan_maps, event.resume)
         keys = [key for key in event.keys if key != MEMBERSHIP_KEY]
         keys = [key for key in keys if known.owned_by(self._node, key[TENANT_BYTES:])]
         self._open_count += len(keys)
@@ -283,11 +300,12 @@ class Settling:
             Corrupt: it is no configuration.
         """
         if not self._membership.votes:
-            self._membership.hear_of(self._membership.configuration_of(message.settled, message.pending))
+            told = self._membership.configuration_of(message.settled, message.pending, message.origin)
+            self._membership.hear_of(told)
             raise Unavailable(f"{self._node} does not vote on strong records (yet)")
         if message.floor != NO_BALLOT:
             counter_of(message.floor)
-        configuration = self._membership.configuration_of(message.settled, message.pending)
+        configuration = self._membership.configuration_of(message.settled, message.pending, message.origin)
         request = self._desk.open(origin, 1)
         request.expire = partial(self._desk.close, request, Unavailable("the disk was too slow; ask again"))
 
@@ -302,7 +320,8 @@ class Settling:
         assert known is not None
         told = known.to_message(0, membership.floor)
         confirmed = list(known.maps) if known.pending and self._has_all(known) else []
-        return StrongSettling(told.settled, told.pending, told.floor, confirmed, dict(membership.entries))
+        entries = dict(membership.entries)
+        return StrongSettling(told.settled, told.pending, told.floor, confirmed, entries, told.origin)
 
     def differs(self, node: str, answer: Failure) -> None:
         """``node`` refused a vote, for it has another configuration, which its answer tells."""
@@ -313,7 +332,7 @@ class Settling:
             return
         if (told.settled.epoch, *(ring.epoch for ring in told.pending)) == self._membership.maps:
             return
-        peer = self._peers.setdefault(node, _Peer())
+        peer = self._peer(node)
         if self._membership.votes and not peer.busy and self._desk.now >= peer.asked_at + RETRY_S / 10:
             self._tell(node, peer)
 

@@ -183,6 +183,9 @@ class _Recovery:
     key: bytes
     need: int
     """Replicas that must still tell what they have until ours has all that was acknowledged."""
+    state: RecordState = dvv.EMPTY
+    """What they told, together: the merge that makes our copy whole may be the only one that is not
+    refused."""
 
 
 @dataclass(eq=False, slots=True)
@@ -364,8 +367,8 @@ class Shard:
                 self._adopt(event.ring_map)
             case WallAdjusted():
                 self._origin_ms = event.origin_ms
-        self._desk.expire()
         self._timers.run(now)
+        self._desk.expire()  # last: what was begun after its time (``recheck``) ends before it did anything
         return self._flush()
 
     def deadline(self) -> float | None:
@@ -817,10 +820,15 @@ class Shard:
             self._refused(answer)
             return
         for recovery, state in zip(recoveries, answer.states, strict=True):
-            if state is None or is_sound(state):
-                recovery.need -= not answer.degraded
-                if state is not None or recovery.need <= 0:
-                    self._repair(recovery.key, state or dvv.EMPTY, recovery.need <= 0)
+            if state is not None and not is_sound(state):
+                continue
+            try:
+                recovery.state = dvv.merge(recovery.state, state or dvv.EMPTY)
+            except (Corrupt, TooLarge):
+                continue  # it contradicts another replica's, and is no answer
+            recovery.need -= not answer.degraded
+            if state is not None or recovery.need <= 0:
+                self._repair(recovery.key, recovery.state, recovery.need <= 0)
 
     def _adopt(self, ring_map: RingMap) -> None:
         """Epochs only grow.  Requests under way keep the epoch that they began with."""
@@ -845,6 +853,8 @@ class Shard:
             self._check_epoch(message.epoch)
         if message.limit < 1:
             raise Refused(f"a scan's limit starts at 1, got {message.limit}")
+        if not self._caught_up:  # a caller counts on everything acknowledged being named by some write quorum
+            raise Unavailable(f"{self.node} has a new store and may lack names that it knew; ask the others")
         request = self._desk.open(origin, 1)
         request.expire = partial(
             self._desk.close, request, Unavailable("the scan took too long; ask for fewer keys")

@@ -31,7 +31,7 @@ like one with a new disk; it is looked for after every unclean end, see ``l3_sha
 **The replica id** is stored with the records and kept as long as their last state is certain (see
 ``l3_shard.replica``). A new one is drawn when the directory is empty, when the database was set aside, and
 when it is another file than the one its last owner used: a copy or a restored backup, whose records are kept
-but whose counters may be behind.
+but whose counters may be behind; so may those of a database that lacks records which its index has.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -173,6 +174,7 @@ class RecordStore:
             with _as_unavailable(directory):
                 intact = self._set_aside_what_may_be_damaged()
                 self._open()
+                intact &= self._index_is_whole()
                 self._environment.sync(True)  # what a crashed owner had not: from here on it counts as ours
                 self.replica = self._replica_of_this_state(draw, intact)
                 self._write_owner(closed=False)
@@ -459,15 +461,31 @@ class RecordStore:
         self._meta = self._environment.open_db(b"meta")
         self._notes = self._environment.open_db(b"notes")
         self._index = self._environment.open_db(b"index")
-        self._build_index_if_missing()
 
-    def _build_index_if_missing(self) -> None:
-        """Of a database written before there was one.  Later both are written together."""
+    def _index_is_whole(self) -> bool:
+        """Make it anew where it is not.  A database written before there was an index has none; later both
+        are written together, and if they do not match, records may be lost, and their counters with them."""
         if self._database == "strong":
-            return
+            return True
         with self._reading() as transaction:
-            if transaction.stat(self._index)["entries"] == transaction.stat(self._records)["entries"]:
+            index_count = transaction.stat(self._index)["entries"]
+            if index_count == transaction.stat(self._records)["entries"]:
+                return True
+        self._with_room(self._build_index)
+        return bool(index_count == 0)
+
+    def _with_room(self, write: Callable[[], None]) -> None:
+        """The map of a database that was just opened ends with its file.  What must be written to use it at
+        all may take the map over its largest size."""
+        while True:
+            try:
+                write()
+            except lmdb.MapFullError:
+                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+            else:
                 return
+
+    def _build_index(self) -> None:
         with self._environment.begin(write=True) as transaction:
             transaction.drop(self._index, delete=False)
             for key, value in transaction.cursor(db=self._records):
@@ -487,11 +505,14 @@ class RecordStore:
         if stored is not None and intact:
             return bytes(stored).decode()
         replica = first_replica(draw())
-        with self._environment.begin(write=True) as transaction:
-            transaction.drop(self._notes, delete=False)  # they speak of another state
-        self._commit([], replica, ())
+        self._with_room(partial(self._begin_as, replica))
         self._environment.sync(True)
         return replica
+
+    def _begin_as(self, replica: str) -> None:
+        with self._environment.begin(write=True) as transaction:
+            transaction.drop(self._notes, delete=False)  # they speak of another state
+            transaction.put(_REPLICA, replica.encode(), db=self._meta)
 
     def _read_owner(self) -> _Owner | None:
         try:
@@ -532,7 +553,10 @@ class RecordStore:
 
     def _check_room(self, need_bytes: int) -> None:
         """Before LMDB finds out: it reports a write that a full disk cut short as an I/O error."""
-        free_bytes = self._free_bytes(self._directory)
+        try:
+            free_bytes = self._free_bytes(self._directory)
+        except OSError as error:
+            raise DiskFailed(f"the disk does not say how much room it has: {error}") from error
         if free_bytes < RESERVE_BYTES + 2 * need_bytes:
             raise DiskFull(
                 f"{free_bytes} bytes free for {need_bytes} and a reserve of {RESERVE_BYTES}; "

@@ -13,7 +13,8 @@ Strong records share nothing with the eventual ones but the wire and the ring: t
 own in which every write is synced, whatever ``storage.fsync`` says, and the same name may be used in both.
 They are never evicted.
 
-In the background: new owners take over when the ring changes (``settling``), damaged records are filled again
+In the background: new owners take over when the ring changes (``settling``) and old ones forget
+(``dropping``), damaged records are filled again
 (``healing``), and what deletions leave behind goes (``removing``).
 """
 
@@ -41,6 +42,7 @@ from l3_shard import acceptor
 from l3_shard.ballot import Ballots
 from l3_shard.changing import Changing
 from l3_shard.desk import Desk, Request
+from l3_shard.dropping import Dropping
 from l3_shard.entering import TENANT_BYTES, Entering
 from l3_shard.healing import Healing
 from l3_shard.lines import Lines
@@ -145,6 +147,7 @@ class Strong:
         self._settling = Settling(
             desk, self._entering, self._changing.confirm, node=node, ring=ring, refused=refused
         )
+        self._dropping = Dropping(desk, self._lines, self._entering, self._changing.confirm, node=node)
         self._healing = Healing(
             desk, self._lines, self._entering, node=node, epoch=lambda: ring().epoch, refused=refused
         )
@@ -256,7 +259,7 @@ class Strong:
             case Persisted() if event.outcome != "failed" and self._lines.awaits(event.ticket):
                 self._lines.persisted(event)
             case Scanned():
-                parts = (self._entering, self._settling, self._removing)
+                parts = (self._entering, self._settling, self._dropping, self._removing)
                 return any(part.scanned(event) for part in parts)
             case _:
                 return False
@@ -266,13 +269,15 @@ class Strong:
         """Do what is due."""
         self._entering.wake()
         self._settling.wake()
+        self._dropping.wake()
         self._healing.wake()
         self._removing.wake()
         self._changing.wake()
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
-        parts = (self._entering, self._settling, self._healing, self._removing, self._changing)
+        background = (self._settling, self._dropping, self._healing, self._removing)
+        parts = (self._entering, *background, self._changing)
         waits = [wait for part in parts if (wait := part.deadline()) is not None]
         return min(waits, default=None)
 
@@ -313,7 +318,7 @@ class Strong:
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key``, for a person."""
-        parts = (self._entering, self._settling, self._healing, self._removing)
+        parts = (self._entering, self._settling, self._dropping, self._healing, self._removing)
         background = "; ".join(part.story() for part in parts)
         return f"{background}; {self._changing.story(key)}; {self._lines.story(key)}"
 

@@ -243,7 +243,7 @@ class L3Tier:
         answers.
 
         Raises:
-            Unavailable: too many shards did not answer.
+            Unavailable: too many shards did not answer, or have new stores and may lack names.
             TooLarge, Refused: the prefix is too long, or a shard is busy.
         """
         for _ in range(2):

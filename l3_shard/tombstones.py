@@ -15,6 +15,8 @@ replaced.  It may go when **every** replica has it and it is older than ``tombst
 * A removed record takes its counters with it.  If the next write of that key began at 1 again, contexts that
   clients still hold would cover it unseen.  Therefore counters of records that do not exist start above the
   **floor**: the largest counter that this replica has ever removed (``dvv.put``).
+* A context is what a client says, and the floor is for all records.  A tombstone with a counter that no
+  replica can have come to (``FLOOR_MAX``) therefore stays: above such a floor there would be no dots left.
 
 What this does not cover: a shard that stops being a replica of a key keeps its copy, and that copy is not
 asked. So nothing is removed under another placement than the one that the store began with.
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from kvcomm.clock import Stamp
 from kvcomm.errors import KVCommError
+from kvcomm.version import COUNTER_MAX
 from kvcomm.wire.messages import Done, Message, RecordFetch, RecordForget, RecordState, RecordStates
 from l3_shard import dvv
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 LEAVES_AT_ONCE = 64
 KEYS_AT_ONCE = 256
+FLOOR_MAX = COUNTER_MAX // 2
 
 
 def dead_since(state: RecordState) -> Stamp:
@@ -150,7 +154,7 @@ class Burial:
         return RecordFetch(self._epoch, list(keys))
 
     def old(self, state: RecordState) -> bool:
-        return 0 < dead_since(state) < self._before
+        return 0 < dead_since(state) < self._before and max(state.context.values()) <= FLOOR_MAX
 
     def agreed(self, others: Sequence[str], states: dict[bytes, RecordState]) -> None:
         """Every replica has these tombstones."""

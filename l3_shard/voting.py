@@ -48,6 +48,11 @@ class Membership(Protocol):
     def maps(self) -> tuple[int, ...]: ...
 
     @property
+    def ready(self) -> bool:
+        """Whether what it has counts under these maps, see ``l3_shard.dropping``."""
+        ...
+
+    @property
     def told(self) -> bytes:
         """The configuration, for those who have another one."""
         ...
@@ -105,6 +110,9 @@ class Voting:
         if tuple(asked) != self._membership.maps:
             maps = f"maps {list(self._membership.maps)} decide here, not {list(asked)}"
             raise Unavailable(f"another configuration: {maps}", self._membership.told)
+        if not self._membership.ready:
+            text = "this shard is dropping what it knew as an owner of the past; ask again"
+            raise Unavailable(text, self._membership.told)
 
     def vote(self, message: StrongPrepare | StrongAccept, then: Then) -> None:
         """Promise, accept, or only tell (a prepare of no ballot); ``message`` is checked, its key the stored

@@ -22,6 +22,9 @@ WALK_TIMEOUT_S = 10.0
 """A database that takes longer (some gigabytes from a cold disk) is used without a verdict: a node that does
 not come up in time is taken for dead."""
 
+START_TIMEOUT_S = 10.0
+"""For the child to get so far that it ends itself."""
+
 _DAMAGED = 3
 _BY_DAMAGE = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)
 _REFUSALS = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, ValueError)
@@ -31,7 +34,17 @@ def unsound(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str:
     """Why the database in ``directory`` is damaged; empty = it is not, or nobody can tell: a disk that fails,
     a file of another owner or a reader out of memory says nothing about what is in it."""
     command = [sys.executable, "-P", __file__, str(directory), str(timeout_s)]
-    walked = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        walked = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s + START_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return ""
     if walked.returncode == _DAMAGED:
         return walked.stderr.strip()
     if -walked.returncode in _BY_DAMAGE:

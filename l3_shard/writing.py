@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
+from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, TooLarge, Unavailable
 from kvcomm.machine import Origin
 from kvcomm.version import Dot, VersionVector
 from kvcomm.wire.messages import (
@@ -35,6 +35,9 @@ from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines
 
 REPLICATE_KEYS_MAX = 1_024
+UNMERGEABLE = (Corrupt.code, TooLarge.code)
+"""What a replica says of a message with a record that it cannot merge, now or later: it contradicts its own,
+or too many replicas wrote it."""
 
 Accept = Callable[[RecordState, "Draft"], dvv.Written]
 """Gives a write its dot under this shard's replica id."""
@@ -148,12 +151,15 @@ class Writing:
         outbox, self._outbox = self._outbox, {}
         for (node, epoch), writes in outbox.items():
             for piece in self._pieces(writes):
-                states: dict[bytes, RecordState] = {}
-                for write in piece:  # merged: a write that goes out again may be older than its neighbour
-                    states[write.draft.key] = dvv.merge(states.get(write.draft.key, dvv.EMPTY), write.state)
-                message = RecordReplicate(epoch, list(states), list(states.values()))
-                held_bytes = sum(map(dvv.value_bytes, message.states))
-                self._desk.ask(node, message, partial(self._answered, node, epoch, piece), held_bytes)
+                self._send(node, epoch, piece)
+
+    def _send(self, node: str, epoch: int, writes: list[_Write]) -> None:
+        states: dict[bytes, RecordState] = {}
+        for write in writes:  # merged: a write that goes out again may be older than its neighbour
+            states[write.draft.key] = dvv.merge(states.get(write.draft.key, dvv.EMPTY), write.state)
+        message = RecordReplicate(epoch, list(states), list(states.values()))
+        held_bytes = sum(map(dvv.value_bytes, message.states))
+        self._desk.ask(node, message, partial(self._answered, node, epoch, writes), held_bytes)
 
     def _pieces(self, writes: Sequence[_Write]) -> Iterator[list[_Write]]:
         """Writes of one record, durable together or one after the other, are sent and counted as one
@@ -182,6 +188,13 @@ class Writing:
                 write.outstanding -= 1
                 self._settle(write)
             return
+        if isinstance(answer, Failure) and answer.code in UNMERGEABLE:
+            keys = list(dict.fromkeys(write.draft.key for write in writes))
+            if len(keys) > 1:  # one record's trouble is not its neighbours'
+                first = set(keys[: len(keys) // 2])
+                self._send(node, epoch, [write for write in writes if write.draft.key in first])
+                self._send(node, epoch, [write for write in writes if write.draft.key not in first])
+                return
         self._missed(node, [write.draft.key for write in writes], answer)
         trouble = f"; {node}: {answer.text}" if isinstance(answer, Failure) else ""
         for write in writes:

@@ -162,6 +162,8 @@ class DictDepot:
     suspected: list[BlockKey] = field(default_factory=list)
     lost: set[BlockKey] = field(default_factory=set)
     """Present until they are read."""
+    uses: list[bool] = field(default_factory=list)
+    """Whether each recall was a use."""
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [key in self.held and tenant in (ANY_TENANT, self.tenant) for key in keys]
@@ -170,8 +172,14 @@ class DictDepot:
         self.queued += keys
 
     def recall(
-        self, keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+        self,
+        keys: Sequence[BlockKey],
+        tenant: bytes,
+        done: Callable[[Mapping[BlockKey, memoryview]], None],
+        *,
+        use: bool = True,
     ) -> None:
+        self.uses.append(use)
         done({key: memoryview(self.held[key]) for key in keys if key not in self.lost})
 
     def quarantine(self, keys: Sequence[BlockKey], tenant: bytes) -> None:

@@ -280,11 +280,9 @@ class Cluster:
 
     def found(self, within_s: float) -> None:
         """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
-        yet.  Nobody dies meanwhile."""
-        self.calm = True
+        yet.  Shards that are fragile die meanwhile, too."""
         while not all(self.votes(name) for name in self.names) and self.world.now < within_s:
             self.world.run(self.world.now + 0.02)
-        self.calm = False
         if not all(self.votes(name) for name in self.names):
             self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
 

@@ -35,12 +35,14 @@ from kvcomm.wire.messages import (
     StrongPromised,
     StrongRead,
     StrongRegister,
+    StrongRemove,
+    StrongSettle,
     StrongState,
 )
 
 _FENCED = (
     RecordGet, RecordPut, RecordReplicate, RecordFetch,
-    StrongRead, StrongChange, StrongPrepare, StrongAccept, StrongEnter,
+    StrongRead, StrongChange, StrongPrepare, StrongAccept, StrongEnter, StrongSettle, StrongRemove,
 )  # fmt: skip
 """Requests of an epoch."""
 

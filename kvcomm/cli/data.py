@@ -58,11 +58,12 @@ def get(
 def _print_merged(merged: Merged[Any], as_json: bool) -> NoReturn:
     from kvcomm.cli import resolved
 
+    lines = resolved.lines(merged.value)
     if as_json:
         sys.stdout.write(json.dumps(resolved.document(merged)) + "\n")
     else:
-        sys.stdout.buffer.write(b"".join(line + b"\n" for line in resolved.lines(merged.value)))
-    raise typer.Exit(0 if merged.context else 1)
+        sys.stdout.buffer.write(b"".join(line + b"\n" for line in lines))
+    raise typer.Exit(0 if lines and merged.context else 1)
 
 
 def put(

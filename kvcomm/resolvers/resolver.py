@@ -26,6 +26,8 @@ INTEGER_MAX = 2**63 - 1
 """Whole numbers are within ``[-INTEGER_MAX - 1, INTEGER_MAX]``."""
 
 _LAYOUT = b"\x01"
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""The last for bytes that nest without end where a later layout might have one more part."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -92,7 +94,7 @@ class Resolver(ABC, Generic[S, D, V]):
         try:
             decoded = self._deltas.decode(delta)
             self._check_delta(decoded)
-        except (msgspec.DecodeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise Refused(f"not a change of a {self.name} record: {error}") from error
         return decoded
 
@@ -122,7 +124,7 @@ class Resolver(ABC, Generic[S, D, V]):
             state = self._load(self._stored.decode(memoryview(value)[len(self._prefix) :]))
             if self._encode(state) != value:
                 raise ValueError("it is not in its canonical form")
-        except (msgspec.DecodeError, ValueError, VersionError, TooLarge) as error:
+        except (*_UNREADABLE, VersionError, TooLarge) as error:
             raise Corrupt(f"not the value of a {self.name} record: {error}") from error
         return state
 

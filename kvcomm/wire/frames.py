@@ -255,5 +255,5 @@ class FrameReader:
 def _decode(body: memoryview) -> Message:
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # bytes may nest without end
         raise Corrupt(f"message cannot be decoded: {error}") from error

@@ -550,6 +550,8 @@ class StrongListed(Message, frozen=True):
     """The maps that are being settled, in order."""
     floor: bytes = b""
     """Of removed records."""
+    origin: Many[int] = []
+    """As in ``StrongSettle``."""
 
 
 class StrongSettle(Message, frozen=True):
@@ -561,6 +563,9 @@ class StrongSettle(Message, frozen=True):
     pending: Many[RingMap]
     """Maps whose owners every quorum needs too, until the last of them is settled."""
     floor: bytes
+    origin: Many[int] = []
+    """Epochs of the configuration under which the settled map was settled; empty: the cluster began with it,
+    or nobody knows any more."""
 
 
 class StrongSettling(Message, frozen=True):
@@ -572,6 +577,8 @@ class StrongSettling(Message, frozen=True):
     confirmed: Many[int]
     """Epochs of the configuration under which it has confirmed all its records, if it has."""
     entries: Entries
+    origin: Many[int] = []
+    """As in ``StrongSettle``."""
 
 
 class StrongRemove(Message, frozen=True):

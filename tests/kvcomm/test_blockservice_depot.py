@@ -121,7 +121,8 @@ def test_the_cluster_s_own_nodes_see_every_tenant_s_blocks_and_leave_no_mark(
     assert frame.message == BlockCopies([SIZE, SIZE, 0, SIZE])
     assert store.used(KEYS[:2]) == [False, False]
     connection.call(BlockGet(0, [*KEYS[:1]]), deadline=soon())
-    assert store.used(KEYS[:2]) == [True, False]
+    connection.call(BlockGet(0, [KEYS[3]]), deadline=soon())
+    assert store.used(KEYS[:2]) == [True, False] and depot.uses == [False, True]
 
 
 def test_what_reading_from_below_evicts_is_still_sent(
@@ -132,10 +133,14 @@ def test_what_reading_from_below_evicts_is_still_sent(
     read = depot.recall
 
     def evicting(
-        keys: Sequence[BlockKey], tenant: bytes, done: Callable[[Mapping[BlockKey, memoryview]], None]
+        keys: Sequence[BlockKey],
+        tenant: bytes,
+        done: Callable[[Mapping[BlockKey, memoryview]], None],
+        *,
+        use: bool,
     ) -> None:
         assert store.copies.pop(KEYS[1]).leases == 1
-        read(keys, tenant, done)
+        read(keys, tenant, done, use=use)
 
     monkeypatch.setattr(depot, "recall", evicting)
     frame = connection.call(BlockGet(0, [*KEYS[:2]]), deadline=soon())

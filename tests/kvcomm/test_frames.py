@@ -133,6 +133,17 @@ def test_an_unknown_message_is_corrupt() -> None:
         feed(FrameReader(), bytes(stream[:24]) + checksum + body, [999])
 
 
+def test_a_message_that_nests_without_end_is_corrupt() -> None:
+    """Behind its last part, where a later version might have one more."""
+    stream = wire_bytes(Sent(1, Ping(), b""))
+    plain = stream[PREFIX_BYTES:]
+    body = bytes([plain[0] + 1]) + plain[1:] + b"\x91" * 100_000 + b"\xc0"
+    head = stream[:4] + len(body).to_bytes(4, "little") + stream[8:24]
+    checksum = xxh3_64_digest(head + body)[::-1]
+    with pytest.raises(Corrupt, match="cannot be decoded"):
+        feed(FrameReader(), head + checksum + body, [1 << 20])
+
+
 def test_bounds_are_checked_before_anything_is_allocated() -> None:
     announced = wire_bytes(Sent(1, Done(), bytes(101)))
     with pytest.raises(TooLarge):

@@ -12,6 +12,7 @@ from kvcomm.errors import Rejected
 from kvcomm.resolvers import Moment, Resolver
 from kvcomm.resolvers.fields import FieldsDelta
 from kvcomm.resolvers.table import COUNTER, MAP, MAXIMUM, MINIMUM, REGISTER, SET
+from kvcomm.stateplane import record_name
 from kvcomm.validators import CHOICES_MAX, PATTERN_VALUE_BYTES_MAX, Rule, Validators, rule_of
 from kvcomm.version import Dot, VersionVector
 
@@ -46,6 +47,10 @@ def change(rule: Rule, resolver: Resolver[Any, Any, Any], *deltas: Any) -> None:
         ("counter/*/*", b"state/budget/agent-7", False),
         ("state/*/*", b"state/a%2Fb/\xff", True),
         ("state/*/*", b"state", False),
+        ("state/home/robot:7 [a]", record_name("state", "home", "robot:7 [a]"), True),
+        ("state/home/é*@x", record_name("state", "home", "é-1@x"), True),
+        ("state/home/a*a", b"state/home/a", False),
+        ("state/home/?", b"state/home/k", False),
     ],
 )
 def test_a_star_stays_within_its_part(names: str, record: bytes, applies: bool) -> None:
@@ -65,6 +70,7 @@ def test_a_star_stays_within_its_part(names: str, record: bytes, applies: bool) 
         ({"names": "set/a/b", "min": 0}, "have no min, only value_bytes_max, matches, count_max"),
         ({"names": "counter/a/b", "matches": "x"}, "only min, max"),
         ({"names": "counter/a/b", "min": 2, "max": 1}, "above"),
+        ({"names": "counter/a/b", "min": float("nan"), "max": 1}, "below nan"),
         ({"names": "counter/a/b", "min": "2"}, "min is '2'"),
         ({"names": "counter/a/b", "min": True}, "min is True"),
         ({"names": "counter/a/b", "least": 2}, "no 'least'"),

@@ -46,6 +46,13 @@ def test_what_was_learned_is_no_vote_and_never_lowers_anything():
     assert acceptor.learn(EMPTY, mine) == StrongState(B3, B1, ONE, False)
 
 
+def test_what_was_only_learned_is_voted_for_under_the_promise_alone():
+    learned = acceptor.learn(EMPTY, StrongState(B1, B1, ONE, True))
+    assert acceptor.accept(learned, B1, ONE) == StrongState(B1, B1, ONE, True)
+    promised = acceptor.prepare(learned, B2)
+    assert promised is not None and acceptor.accept(promised, B1, ONE) is None
+
+
 def test_a_register_remembers_its_last_versions():
     register = NOTHING
     for counter in range(1, VERSIONS_MAX + 4):

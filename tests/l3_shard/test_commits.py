@@ -1,6 +1,7 @@
 """Grouped commits on a real store."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,37 @@ def test_a_failed_disk_is_told_apart(tmp_path, monkeypatch):
         Scanned(Ticket(2), (), None, failure="EIO"),
         Persisted(Ticket(3), "failed", "EIO"),
     ]
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+def test_a_write_that_breaks_an_invariant_ends_the_shard_and_holds_up_nobody(tmp_path, monkeypatch, fsync):
+    def broken(*_: object) -> None:
+        raise RuntimeError("impossible")
+
+    monkeypatch.setattr(RecordStore, "write", broken)
+    reasons: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        commits = Commits(RecordStore(tmp_path / "r", fsync=fsync), lambda event: None, reasons.append)
+        commits.perform(persist(1))
+        await asyncio.wait_for(commits.close(), 10)
+
+    asyncio.run(main())
+    assert reasons == ["broken invariant in a commit: RuntimeError('impossible')"]
+
+
+def test_a_directory_that_is_gone_is_a_failed_disk(tmp_path):
+    async def main() -> list[Event]:
+        events: list[Event] = []
+        commits = Commits(RecordStore(tmp_path / "r", fsync="interval"), events.append, pytest.fail)
+        shutil.rmtree(tmp_path / "r")
+        commits.perform(persist(1))
+        await asyncio.wait_for(commits.idle(), 10)
+        return events
+
+    (event,) = asyncio.run(main())
+    assert isinstance(event, Persisted) and event.outcome == "failed" and "how much room" in event.text
 
 
 def test_an_effect_of_another_kind_is_a_bug(tmp_path):

@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 
 from kvcomm.steps import Answer, Ask, Call, Emit, Steps, Submit, Wait, WaitAny
 from kvcomm.tier import Block
-from kvcomm.wire.messages import BlockCopies, BlockGet, BlockLookup, BlockPut, BlockStored, Failure, Message
+from kvcomm.wire.messages import (
+    BlockCopies,
+    BlockGet,
+    BlockLookup,
+    BlockPresence,
+    BlockPut,
+    BlockStored,
+    BlockSuspect,
+    Failure,
+    Message,
+)
 from l3_shard import storing
+from l3_shard.ring import encode_map
 from l3_shard.speeds import PATIENCE_FIRST_S
 from l3_shard.tier import L3Tier
 from tests.l3_shard.test_tier import ABSENT, BYTES, COPIES, COUNT, KEYS, Shards, ring_map
@@ -226,6 +237,23 @@ def test_what_the_hedge_lacks_is_still_awaited_from_the_slow_one():
     assert set(shards.fetch(tier)) == owned
 
 
+def test_a_shard_that_left_the_ring_long_ago_is_not_told_of_its_damage():
+    """It is unknown by then where to call it."""
+    shards = two_copies()
+    tier = shards.tier()
+    shards.blocks["a"] = {key: bytes(len(copy)) for key, copy in shards.blocks["a"].items()}
+
+    def renew(node: str, message: Message) -> Message | None:
+        for epoch in (2, 3):
+            if node == "a" and isinstance(message, BlockGet):
+                tier._routes._adopt(encode_map(ring_map("bc", epoch=epoch, block_copies=2)))
+        return None
+
+    shards.special = renew
+    assert len(shards.fetch(tier)) == COUNT and tier.counts.damaged_count
+    assert not any(isinstance(message, BlockSuspect) for _, message in shards.asked)
+
+
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(
@@ -300,6 +328,23 @@ def test_an_owner_that_was_outlasted_may_still_answer_first():
     found = shards.run(tier.lookup(KEYS))
     theirs = ["a" in tier.ring.block_owners(key) for key in KEYS]
     assert found == [True if ours else None for ours in theirs]
+
+
+def test_an_owner_that_said_absent_by_two_maps_does_not_speak_for_the_other():
+    old, new = ring_map("ab", epoch=1, block_copies=2), ring_map("ab", epoch=2, block_copies=2)
+    shards = Slow(new, delays={"a": 0.05})
+    tier = shards.tier(old)
+    first = {tier.ring.block_owners(key)[0]: key for key in KEYS}
+
+    def answer(node: str, message: Message) -> Message | None:
+        if node == "b" and isinstance(message, BlockLookup):
+            shards.delays["b"] = NEVER  # it tells of the new map, and then nothing more
+            return Failure("stale_epoch", "", encode_map(new))
+        return BlockPresence(bytes(len(message.keys))) if isinstance(message, BlockLookup) else None
+
+    shards.special = answer
+    assert shards.run(tier.lookup([first["a"], first["b"]])) == [None, None]
+    assert sum(node == "a" for node, _ in shards.asked) > 1
 
 
 # -- puts

@@ -15,7 +15,7 @@ import pytest
 
 from kvcomm.block import BlockKey
 from kvcomm.blockstore import Depot
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, Unavailable
 from kvcomm.wire.messages import Want
 from l3_shard import disk
 from l3_shard.disk import BlockDisk, block_disk
@@ -82,10 +82,15 @@ async def eventually(look: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def recalled(tier: Depot, *keys: BlockKey, tenant: bytes = TENANT) -> dict[BlockKey, bytes]:
+async def recalled(
+    tier: Depot, *keys: BlockKey, tenant: bytes = TENANT, use: bool = True
+) -> dict[BlockKey, bytes]:
     answer: asyncio.Future[dict[BlockKey, bytes]] = asyncio.get_running_loop().create_future()
     tier.recall(
-        keys, tenant, lambda copies: answer.set_result({key: bytes(copy) for key, copy in copies.items()})
+        keys,
+        tenant,
+        lambda copies: answer.set_result({key: bytes(copy) for key, copy in copies.items()}),
+        use=use,
     )
     async with asyncio.timeout(DEADLINE_S):
         return await answer
@@ -213,6 +218,21 @@ def test_one_that_is_read_goes_into_free_memory_and_evicts_only_when_read_again(
     asyncio.run(main())
 
 
+def test_what_the_cluster_copies_for_itself_is_no_use() -> None:
+    files = ScriptedFiles(dict(COPIES))
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        for _ in range(2):
+            assert await recalled(tier, KEYS[0], use=False) == {KEYS[0]: COPIES[KEYS[0]]}
+        tier.quarantine(KEYS[:1], TENANT)
+        await eventually(lambda: tier.usage().read_count == 3)
+        assert not store.copies and not store.evicting
+        await asyncio.gather(recalled(tier, KEYS[0], use=False), recalled(tier, KEYS[0]))
+        assert KEYS[0] in store.copies and store.evicting == {False}, "it had not been used before"
+
+    run(work, files)
+
+
 def test_readers_of_one_block_share_one_read() -> None:
     files = ScriptedFiles(dict(COPIES))
 
@@ -300,6 +320,67 @@ def test_a_write_that_stalls_stops_the_reads_too() -> None:
     run(work, files, write_timeout_s=0.05)
 
 
+def test_a_read_for_which_there_is_no_memory_is_a_miss_and_the_file_stays() -> None:
+    class Greedy(ScriptedFiles):
+        def read(self, key: BlockKey, copy_bytes: int) -> memoryview:
+            raise MemoryError
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        assert await recalled(tier, KEYS[0]) == {}
+        assert tier.present(KEYS[:1], TENANT) == [True] and tier.usage().busy_count == 1
+
+    run(work, Greedy(dict(COPIES)))
+
+
+def test_a_header_that_memory_has_damaged_is_not_written_and_keeps_nothing() -> None:
+    files = ScriptedFiles()
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        put(store, *KEYS[:2])
+        store.copies[KEYS[0]].buffer[0] ^= 1
+        tier.stored(KEYS[:2])
+        await tier.settled()
+        assert tier.usage().dropped_count == 1 and list(files.held) == [KEYS[1]]
+
+    run(work, files)
+
+
+def test_a_file_that_was_written_again_while_the_old_one_was_read_stays() -> None:
+    files = ScriptedFiles({KEYS[0]: COPIES[KEYS[0]]})
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        files.gate.clear()
+        reading = asyncio.ensure_future(recalled(tier, KEYS[0]))
+        await asyncio.sleep(0)
+        tier._index.add(DiskEntry(KEYS[0], BlockKey(bytes(32)), TENANT, SIZE))  # as after an eviction
+        files.held[KEYS[0]] = b"seen by the old read only"
+        files.gate.set()
+        assert await reading == {}
+        files.held[KEYS[0]] = COPIES[KEYS[0]]
+        assert await recalled(tier, KEYS[0]) == {KEYS[0]: COPIES[KEYS[0]]}
+
+    run(work, files)
+
+
+def test_requests_go_in_between_while_many_files_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "ADOPTED_AT_ONCE", 1)
+
+    async def main() -> None:
+        files = ScriptedFiles(dict(COPIES))
+        tier = BlockDisk(files, 5 * room_bytes(SIZE), DictStore(), time.monotonic)
+        seen: set[tuple[str, int]] = set()
+        async with asyncio.timeout(DEADLINE_S):
+            while tier.usage().state == "opening":
+                seen.add(("opening", tier.usage().block_count))
+                await asyncio.sleep(0)
+        assert {("opening", count) for count in range(len(KEYS) + 1)} <= seen
+        await eventually(lambda: len(files.held) == 5)
+        assert tier.usage().evicted_count == len(KEYS) - 5
+        await tier.close()
+
+    asyncio.run(main())
+
+
 def test_too_many_reads_at_once_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "READS_MAX", 2)
     files = ScriptedFiles(dict(COPIES))
@@ -382,3 +463,21 @@ def test_a_directory_that_cannot_be_read_switches_it_off(caplog: pytest.LogCaptu
 
     run(work, Unreadable())
     assert "cannot be read" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_when_it_is_opened_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(disk, "OPEN_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(disk, "BlockFiles", lambda directory, fsync: gate.wait(DEADLINE_S))
+
+    async def open_it() -> None:
+        async with block_disk(tmp_path, 1 << 20, DictStore(), fsync=False, clock=time.monotonic):
+            pytest.fail("it was opened")
+
+    try:
+        with pytest.raises(Unavailable, match="did not answer"):
+            asyncio.run(open_it())
+    finally:
+        gate.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,22 @@ def test_a_write_that_fails_leaves_nothing(files: BlockFiles) -> None:
     with pytest.raises(OSError, match="director"):
         write(files, KEYS[0])
     assert not [path for path in files.directory.rglob("*") if path.name.endswith(PART)]
+
+
+def test_a_name_that_cannot_be_forced_to_the_disk_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take room that nobody counts."""
+
+    def failing(directory: Path) -> None:
+        raise OSError(errno.EIO, f"scripted: {directory}")
+
+    files = BlockFiles(tmp_path / "synced", fsync=True)
+    monkeypatch.setattr(BlockFiles, "_sync_directory", staticmethod(failing))
+    with pytest.raises(OSError, match="scripted"):
+        write(files, KEYS[0])
+    assert not files.path(KEYS[0]).exists() and files.scan().entries == []
+    files.close()
 
 
 def test_a_directory_has_one_owner(files: BlockFiles) -> None:

@@ -11,10 +11,12 @@ from kvcomm.wire.messages import (
     Message,
     RecordFetch,
     RecordForget,
+    RecordPut,
     RecordReplicate,
     RecordState,
     RecordStates,
     RecordVersions,
+    RecordWrite,
     Sibling,
     TreeDigests,
     TreeGet,
@@ -25,8 +27,8 @@ from l3_shard.repair import RepairOptions
 from l3_shard.shard import Shard
 from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Survey, Surveyed, Sweep, Swept
 from l3_shard.tombstones import dead_since
-from tests.l3_shard.cluster import NODE_TENANT
-from tests.l3_shard.test_shard import DRAWN, ME, ONE, OTHER, STAMP, Bench, K, origin, put, ticket_of
+from tests.l3_shard.cluster import NODE_TENANT, TENANT
+from tests.l3_shard.test_shard import DRAWN, ME, ONE, OTHER, STAMP, Bench, K, asks_of, origin, put, ticket_of
 
 OPTIONS = RepairOptions(interval_s=1_000.0)
 AWAY = Failure("unavailable", "no route")
@@ -290,3 +292,36 @@ def test_a_comparison_that_could_not_merge_everything_has_failed_and_is_tried_ag
     )
     deadline = bench.shard.deadline()
     assert deadline is not None and deadline <= 0.25
+
+
+def test_a_record_that_a_replica_cannot_merge_holds_up_neither_hints_nor_comparisons():
+    """The second of three hints: the others are handed on, it is given up, and then replicas are compared."""
+    bench = RepairBench()
+    bench.started()
+    keys = [TENANT + key for key in (b"k", b"l", b"m")]
+    writes = [RecordWrite(key[len(TENANT) :], b"v", {}) for key in keys]
+    (load,) = bench.ask(RecordPut(1, writes), now=10.0)
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,) * 3), 10.0)
+    assert isinstance(persist, Persist)
+    bench.index |= dict(persist.writes)
+    (to_c,) = asks_of(bench.on(Persisted(ticket_of(persist)), 10.0), "c")
+    (noted,) = [each for each in bench.on(Answered(to_c, AWAY), 10.0) if isinstance(each, Persist)]
+    bench.on(Persisted(noted.ticket), 10.0)
+    delivered: list[bytes] = []
+    for _ in range(30):
+        effects, now = bench.tick()
+        while effects:
+            effect = effects.pop(0)
+            if isinstance(effect, Persist):
+                effects += bench.on(Persisted(effect.ticket), now)
+            elif isinstance(effect, AskPeer) and isinstance(effect.message, RecordReplicate):
+                whole = keys[1] not in effect.message.keys
+                delivered += effect.message.keys if whole else []
+                answer = Done() if whole else Failure("corrupt", "it contradicts ours")
+                effects += bench.settled(bench.on(Answered(effect.ticket, answer), now), now)
+            elif isinstance(effect, AskPeer) and isinstance(effect.message, TreeGet) and effect.node == "c":
+                counts = bench.shard.repair_counts()
+                assert counts is not None and counts.hint_count == 0
+                assert sorted(delivered) == [keys[0], keys[2]] and counts.hints["void"] == 1
+                return
+    raise AssertionError("no comparison")

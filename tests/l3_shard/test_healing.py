@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 
-from kvcomm.wire.messages import StrongEnter
+from kvcomm.wire.messages import Message, StrongEnter, StrongPrepare, StrongPromised, StrongSettle
 from l3_shard import acceptor, healing
+from l3_shard.ballot import NO_BALLOT, Ballot
 from l3_shard.entering import MEMBERSHIP_KEY
+from l3_shard.storage import Persist
 from tests.l3_shard.cluster import TENANT, Faults
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
 from tests.l3_shard.test_strong import calm, change, done
@@ -21,6 +23,8 @@ def damage(world: StrongWorld, node: str, key: bytes = KEY) -> None:
     """Flip a bit on the disk; the node finds out when it reads it next."""
     world.strong[node].damaged.add(key)
     world.crash(node)
+    if key != MEMBERSHIP_KEY:  # else it has more to do before it votes than to read that
+        world.until(lambda: world.shards[node].strong_counts().votes)
 
 
 def healed(world: StrongWorld, node: str) -> bool:
@@ -110,6 +114,95 @@ def test_votes_from_before_the_damage_are_not_counted_once_the_new_entry_is_know
     change(world, "b", "read")
     world.until(lambda: healed(world, "b"))
     assert set(map(str, entries)) == {str(("b", 2, [KEY]))}
+
+
+Held = list[tuple[str, int, Persist]]
+
+
+def hold_membership(world: StrongWorld, whose: str) -> Held:
+    """From now on the membership of ``whose`` is not written."""
+    held: Held = []
+    write = world._strong_persist
+
+    def hold(node: str, life: int, persist: Persist) -> None:
+        if node == whose and any(key == MEMBERSHIP_KEY for key, _ in persist.writes):
+            held.append((node, life, persist))
+        else:
+            write(node, life, persist)
+
+    world._strong_persist = hold  # type: ignore[method-assign]
+    return held
+
+
+def let_go(world: StrongWorld, held: Held) -> None:
+    del world._strong_persist
+    for each in held:
+        world._strong_persist(*each)
+
+
+def test_an_entry_is_heard_of_when_a_crash_cannot_take_it_back_any_more():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    held = hold_membership(world, "b")
+    damage(world, "b")
+    change(world, "b", "read")
+    world.until(lambda: bool(held))
+    assert looked_at(world, "b").entry == 1
+    let_go(world, held)
+    assert looked_at(world, "b").entry == 2
+    world.until(lambda: healed(world, "b"))
+
+
+def test_a_floor_holds_when_a_crash_cannot_take_it_back_any_more():
+    """Else a tombstone could go because of a floor that is not there after the crash."""
+    world = calm()
+    floor = Ballot(9, "a", 1).code
+    held = hold_membership(world, "b")
+    world._ask("a", "b", StrongSettle(1, world.map, [], floor), lambda answer: None, 1.0)
+    world.until(lambda: bool(held))
+    before = looked_at(world, "b")
+    assert before.floor == before.state.promised == NO_BALLOT
+    let_go(world, held)
+    after = looked_at(world, "b")
+    assert after.floor == after.state.promised == floor
+
+
+def looked_at(world: StrongWorld, node: str) -> StrongPromised:
+    """What the node has of a record that nobody has."""
+    answers: list[Message] = []
+    world._ask("a", node, StrongPrepare(1, TENANT + b"other", NO_BALLOT, [1]), answers.append, 1.0)
+    world.until(lambda: bool(answers))
+    assert isinstance(answers[0], StrongPromised)
+    return answers[0]
+
+
+def test_a_lost_disk_has_taken_no_entry_that_its_successor_takes():
+    """``b`` took one to heal and could tell nobody; votes under it may be on their way."""
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    damage(world, "b")
+    world.isolate("b")
+    change(world, "b", "read")
+    world.run(world.now + 1)
+    assert "heal as entry 2" in world.story("b")
+    world.lose("b")
+    world.cuts.clear()
+    world.settle()
+    assert looked_at(world, "b").entry > 2
+
+
+def test_a_copy_of_another_acceptors_disk_holds_no_votes_of_its_own():
+    world = calm()
+    done(world, "a", "put", b"1")
+    world.run()
+    votes = dict(world.strong["a"].states)
+    world.lose("b")
+    world.strong["b"].states = votes
+    world.settle()
+    copied = world.strong["b"].states[KEY]
+    assert copied.register.value == b"1" and not copied.voted and world.strong["a"].states[KEY].voted
 
 
 def rotting(seed: int) -> tuple[StrongWorld, History]:

@@ -76,6 +76,18 @@ def test_old_hints_are_given_up():
     assert listed(hints) == {"b": [(b"l", 1)]} and hints.counts.expired == 1 and len(disk) == 1
 
 
+def test_a_hint_that_rotted_on_the_disk_is_forgotten():
+    disk = Disk()
+    for node in "bcd":
+        hints_on(disk).add(node, b"k", 1)
+    broken, undecodable, _ = disk
+    disk[broken] = disk[broken][:-1]
+    disk[undecodable] = disk[undecodable].replace(b"c", b"\xff")
+    hints = hints_on(disk)
+    assert listed(hints) == {"d": [(b"k", 1)]} and len(disk) == 1
+    hints.check()
+
+
 def test_a_long_node_name_and_the_longest_key_make_a_short_note():
     disk = Disk()
     hints = hints_on(disk)

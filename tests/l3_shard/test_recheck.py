@@ -16,6 +16,7 @@ from kvcomm.wire.messages import (
 )
 from l3_shard import recheck
 from l3_shard.recheck import RECHECK_S
+from l3_shard.shard import RingChanged
 from l3_shard.storage import Load, Loaded
 from tests.l3_shard.cluster import NODE_TENANT, ring_map
 from tests.l3_shard.test_shard import ONE, Bench, K, asks_of, origin, owned_key, put, ticket_of
@@ -88,6 +89,15 @@ def test_a_request_has_its_time_from_when_it_came() -> None:
     assert failure_of(bench.on(Tick(), now=11.6)).code == "unavailable"
 
 
+def test_what_waited_through_another_pause_is_not_done_late() -> None:
+    bench, _ = resumed()
+    bench.ask(put(), now=10.01)
+    bench.on(Resumed(), now=30.0)
+    reply, load = bench.on(Tick(), now=30.0 + RECHECK_S)
+    assert failure_of([reply]).code == "unavailable" and isinstance(load, Load), "its sender has given up"
+    assert bench.on(Loaded(load.ticket, (None,)), now=31.0) == [], "and nothing is written"
+
+
 def test_peers_do_not_wait() -> None:
     """Their requests are compared with the epoch anyhow; two that stood still would wait for each other."""
     bench, _ = resumed()
@@ -105,6 +115,15 @@ def test_a_late_word_of_an_earlier_pause_still_brings_its_map() -> None:
     bench.ask(RecordGet(1, [b"k"]), now=20.01)
     assert bench.on(Answered(to_b, NEWER), now=20.02) == [], "it counts for nothing else"
     assert bench.shard.ring.epoch == 2
+
+
+def test_what_waited_is_refused_when_we_stood_still_again_and_are_no_owner_any_more() -> None:
+    """The second time nobody is asked; what was held since the first must not wait for ever."""
+    bench, _ = resumed()
+    bench.ask(RecordGet(1, [b"k"]), now=10.01)
+    assert bench.on(RingChanged(ring_map("bc", epoch=2)), now=10.02) == []
+    assert failure_of(bench.on(Resumed(), now=10.03)).code == "stale_epoch"
+    assert bench.on(Tick(), now=10.0 + RECHECK_S) == []
 
 
 def test_alone_there_is_nobody_to_ask() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from typing import cast
 
 import pytest
 
 from kvcomm.block import BlockKey, verify_copy
-from kvcomm.wire.messages import RingMap
+from kvcomm.blockstore import DepotUsage
+from kvcomm.rpc.asynchronous import AsyncPeers
+from kvcomm.steps import Answer, Ask
+from kvcomm.wire.messages import BlockHeld, BlockHoldings, Failure, Holding, Message, RingMap, RingNode
 from l3_shard import refilling
+from l3_shard.refilling import Refilling, RefillOptions
 from l3_shard.ring import Ring
-from tests.blockstores import DictStore
+from tests.blockstores import DictDepot, DictStore
 from tests.l3_shard.test_server import Cluster, make_copies
 from tests.peers import until
 
@@ -102,3 +111,135 @@ def test_a_shard_takes_no_more_than_there_is_free_room(cluster: TwoCopies) -> No
     assert cluster.running["a"].refill_counts().blocks["full"] > 0
     assert cluster.held("a") < cluster.owned("a", keys)
     assert cluster.stores["a"].evicting == {False}
+
+
+class Told:
+    """Peers that answer at once, from a script by kind of message; no wire."""
+
+    def __init__(self, answer: Callable[[Ask], Message]) -> None:
+        self.asked: list[Ask] = []
+        self._answer = answer
+
+    def start(self, asks: Sequence[Ask], _deadline: float) -> list[Told.Request]:
+        self.asked += asks
+        return [Told.Request(Answer(self._answer(ask), [], 0.0)) for ask in asks]
+
+    def give_up(self, _request: Told.Request, _reason: str) -> None:
+        pass
+
+    @dataclass
+    class Request:
+        given: Answer
+
+        async def answer(self) -> Answer:
+            return self.given
+
+
+def ring_of(names: str, epoch: int) -> Ring:
+    shards = [RingNode(name, f"unix:///{name}", "", "", name, 1) for name in names]
+    return Ring.from_map(RingMap(epoch, 1, 1, 1, 2, shards, []))
+
+
+async def refilled(
+    answer: Callable[[Ask], Message],
+    rings: Callable[[], Ring],
+    done: Callable[[Refilling, Told], bool],
+    disk: DictDepot | None = None,
+) -> Told:
+    peers = Told(answer)
+    work = Refilling(
+        "a", RefillOptions(), DictStore(), disk, cast("AsyncPeers", peers),
+        ring=rings, resolve=lambda node: rings().shard(node).address, clock=time.monotonic,
+    )  # fmt: skip
+    task = asyncio.create_task(work.run())
+    try:
+        async with asyncio.timeout(10.0):
+            while not done(work, peers) and not task.done():
+                await asyncio.sleep(0.002)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return peers
+
+
+def test_a_peer_that_leaves_the_ring_while_copies_are_paced_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
+    rings = [ring_of("ab", 1)]
+
+    async def main() -> Told:
+        def answer(ask: Ask) -> Message:
+            assert isinstance(ask.message, BlockHoldings)
+            asyncio.get_running_loop().call_soon(lambda: rings.__setitem__(0, ring_of("a", 2)))
+            return BlockHeld([Holding(bytes(32), 4096, True)], None)
+
+        return await refilled(answer, lambda: rings[0], lambda work, _: work.counts.rounds["failed"] > 0)
+
+    assert len(asyncio.run(main()).asked) == 1
+
+
+def test_what_the_disk_may_have_is_not_asked_for_before_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
+    key = BlockKey(bytes(32))
+
+    class Opening(DictDepot):
+        looks = 0
+
+        def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
+            return [opened(self) for _ in keys]
+
+        def usage(self) -> DepotUsage:
+            self.looks += 1
+            return replace(super().usage(), state="on" if opened(self) else "opening")
+
+    def opened(disk: Opening) -> bool:
+        return disk.looks > 2
+
+    async def main() -> Told:
+        ring = ring_of("ab", 1)
+        return await refilled(
+            lambda ask: BlockHeld([Holding(key, 4096, True)], None),
+            lambda: ring,
+            lambda work, _: sum(work.counts.rounds.values()) > 0,
+            Opening(b""),
+        )
+
+    asked = asyncio.run(main()).asked
+    assert [type(ask.message) for ask in asked] == [BlockHoldings], "no copy was asked for"
+
+
+def test_further_pages_are_asked_for_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
+    monkeypatch.setattr(refilling, "PAGE_PAUSE_S", 3600.0)
+    ring = ring_of("ab", 1)
+
+    async def main() -> Told:
+        def done(_work: Refilling, peers: Told) -> bool:
+            return len(peers.asked) == 1 and next(turns) > 10
+
+        turns = count()
+        return await refilled(lambda ask: BlockHeld([], b"\x01" * 32), lambda: ring, done)
+
+    assert len(asyncio.run(main()).asked) == 1
+
+
+def test_a_peer_that_stays_away_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
+    monkeypatch.setattr(refilling, "RETRY_S", 0.01)
+    ring, at = ring_of("ab", 1), list[float]()
+
+    async def main() -> Told:
+        def away(_ask: Ask) -> Message:
+            at.append(asyncio.get_running_loop().time())
+            return Failure("unavailable", "scripted")
+
+        return await refilled(away, lambda: ring, lambda _work, peers: len(peers.asked) == 5)
+
+    asyncio.run(main())
+    waits = [after - before for before, after in pairwise(at)]
+    assert all(wait_s >= 0.99 * 0.01 * 2**number for number, wait_s in enumerate(waits)), waits

@@ -214,11 +214,29 @@ def test_a_restored_backup_does_not_bring_back_what_was_removed_since():
     assert "b" not in holders(world)
 
 
-def test_nothing_is_removed_once_other_owners_took_over():
-    world = calm("abcd", tombstone_age_s=AGE_S)
-    done(world, world.shards["a"].ring.replicas(b"k")[0], "put", b"1")
-    world.join("e", ring_map("abcde", epoch=2, replicas=4, write=1))
-    world.until(world.settled)
-    done(world, world.shards["a"].ring.replicas(b"k")[0], "delete")
+def test_removal_goes_on_after_any_number_of_changes_of_owners():
+    world = calm("abc", tombstone_age_s=AGE_S)
+    for name in "de":
+        world.join(name, ring_map("abc", epoch=1, write=1))
+    for epoch, names in enumerate(("bcd", "cde", "abe", "abc"), 2):
+        done(world, world.map_names[0], "put", b"%d" % epoch)
+        world.adopt(ring_map(names, epoch=epoch, write=1))
+        world.until(world.settled)
+        assert done(world, names[0], "read").value == b"%d" % epoch
+        assert done(world, names[1], "delete").code == ""
+        world.until(lambda: not holders(world))
+
+
+def test_a_tombstone_stays_while_other_owners_are_taking_over():
+    world = calm("abc", tombstone_age_s=AGE_S)
+    world.join("d", ring_map("abc", epoch=1, write=1))
+    done(world, "a", "put", b"1")
+    done(world, "a", "delete")
+    world.isolate("a")
+    world.adopt(ring_map("bcd", epoch=2, write=1), "abc")
+    world.isolate("b")
     played(world, 5)
-    assert len(holders(world)) >= 4
+    assert set("abc") <= set(holders(world))
+    world.cuts.clear()
+    world.adopt(world.map)
+    world.until(lambda: not holders(world))

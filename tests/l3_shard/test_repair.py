@@ -10,12 +10,15 @@ from functools import partial
 import msgspec
 import pytest
 
+from kvcomm.version import COUNTER_MAX
 from kvcomm.wire.messages import (
     Failure,
     LeafGet,
     Message,
     RecordGet,
+    RecordKeys,
     RecordPut,
+    RecordScan,
     RecordState,
     RecordStates,
     RecordVersions,
@@ -62,8 +65,12 @@ def put(
 
 
 def get(cluster: Cluster, node: str, key: bytes) -> Message:
+    return ask(cluster, node, RecordGet(1, [key]))
+
+
+def ask(cluster: Cluster, node: str, message: Message) -> Message:
     answers: list[Message] = []
-    cluster.call(node, RecordGet(1, [key]), answers.append)
+    cluster.call(node, message, answers.append)
     cluster.run(until=cluster.now + 1.5)
     (answer,) = answers
     return answer
@@ -197,11 +204,33 @@ def test_a_new_store_is_no_witness_until_it_has_caught_up():
     answer = get(cluster, "b", b"k")
     assert isinstance(answer, RecordStates) and answer.degraded, "only a could be asked, and a may not know"
     assert not counts(cluster, "b").caught_up
+    names = ask(cluster, "b", RecordScan(b"", b"", 9))
+    assert isinstance(names, Failure) and names.code == "unavailable", "it does not name what it lost"
     cluster.away = set()
     quiet(cluster)
+    assert ask(cluster, "b", RecordScan(b"", b"", 9)) == RecordKeys([b"k"])
     answer = get(cluster, "b", b"k")
     assert isinstance(answer, RecordStates) and not answer.degraded and values(answer.states[0]) == [b"v"]
     assert held(cluster) == [[b"v"]] * 3
+
+
+def test_a_record_that_cannot_be_merged_does_not_keep_a_new_store_from_catching_up():
+    """Two vectors that a client made up; together they name more replicas than a record may have."""
+    cluster = cluster_of()
+    put(cluster, "b", b"fine", b"v", {})
+
+    def made_up(node: str) -> None:
+        context = {f"{node}{number}": 1 for number in range(200)}
+        cluster.disks[node].records[K] = RecordState(context, [Sibling(f"{node}0", 1, 1, node.encode())])
+        cluster.crash(node)
+
+    made_up("a")
+    quiet(cluster, 2 * OPTIONS.interval_s)
+    cluster.lose("c")
+    made_up("c")
+    quiet(cluster, 2 * OPTIONS.interval_s)
+    assert counts(cluster, "c").contradictions and counts(cluster, "c").caught_up
+    assert held(cluster, TENANT + b"fine") == [[b"v"]] * 3
 
 
 @pytest.mark.slow
@@ -279,6 +308,18 @@ def test_a_write_after_the_burial_is_not_taken_for_one_that_was_seen():
 
 
 @pytest.mark.slow
+def test_a_counter_that_cannot_be_never_becomes_the_floor():
+    """A context is what a client says.  Were this tombstone removed, every new record of every tenant would
+    have to begin above its counter, and could not."""
+    cluster = cluster_of()
+    mine = cluster.shards["a"].replica
+    put(cluster, "b", b"k", None, {mine: COUNTER_MAX - 1})
+    quiet(cluster, OPTIONS.tombstone_age_s + 5 * OPTIONS.interval_s)
+    assert held(cluster) == [[], [], []], "the tombstone stays"
+    for number in range(3):
+        put(cluster, "a", b"new", b"v%d" % number, {})
+
+
 def test_nothing_is_buried_under_another_placement():
     cluster = cluster_of()
     written_then_deleted(cluster)

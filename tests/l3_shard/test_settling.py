@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
+from kvcomm.machine import Effect
 from kvcomm.wire.messages import (
     Failure,
     Message,
     RingMap,
+    StrongAccept,
     StrongOutcome,
     StrongPrepare,
     StrongPromised,
@@ -20,6 +23,7 @@ from l3_shard import settling
 from l3_shard.ballot import NO_BALLOT
 from l3_shard.configuration import decode
 from l3_shard.settling import Settling
+from l3_shard.storage import Persist, Scan
 from tests.l3_shard.cluster import TENANT, Faults, ring_map
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
 from tests.l3_shard.test_strong import calm, done
@@ -120,6 +124,57 @@ def test_one_old_owner_alone_does_not_settle():
 def test_if_it_did_a_record_that_it_never_had_would_be_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(settling, "majority", lambda group: 1)
     assert settled_by_those_who_have_nothing().value is None
+
+
+class SlowDisks(StrongWorld):
+    """Some of the strong disks take their time with some effects; nothing overtakes what came before it."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        self.slow_s: dict[tuple[str, type[Effect]], float] = {}
+        self._free_at: dict[tuple[str, type[Effect]], float] = {}
+        super().__init__(*args, **how)
+
+    def _perform(self, node: str, effect: Effect) -> None:
+        if getattr(effect, "database", "") != "strong":
+            super()._perform(node, effect)
+            return
+        kind = node, type(effect)
+        at = max(self.now + self.slow_s.get(kind, 0.0), self._free_at.get(kind, 0.0) + 2 * self.faults.disk_s)
+        self._free_at[kind] = at
+        self.after(at - self.now, partial(super()._perform, node, effect))
+
+
+def test_a_vote_that_is_still_being_written_is_in_the_scan():
+    """``a`` has just voted for a change when it hears of new owners, and its disk is slow: the others are
+    fenced long before that vote is where a scan finds it.  ``b``, which has it too, scans late and is not
+    heard then; ``c`` was not asked, and has what was there before, under the same promise."""
+    world = SlowDisks(1, "abc", Faults(delay_s=0.02, disk_s=0.001), replicas=3, write=1)
+    world.settle()
+    world.join("d", placed("abc", 1))
+    assert done(world, "b", "put", b"1").code == ""
+    world.run()
+    send, begun = world._send, ""
+
+    def from_now(node: str, number: int, message: Message) -> None:
+        nonlocal begun
+        if not isinstance(message, StrongAccept) or begun == "ac":
+            send(node, number, message)
+            return
+        begun += node
+        if node == "a":
+            send(node, number, message)
+            world.slow_s = {("a", Persist): 0.9, ("b", Scan): 5.0, ("a", Scan): 0.3, ("c", Scan): 0.3}
+            world.after(0.1, partial(world.adopt, placed("acd", 2)))
+            world.after(0.3, partial(world.cut, ("b", "a"), ("b", "c"), ("d", "a"), ("d", "c")))
+            world.after(1.0, world.slow_s.clear)
+            world.after(1.5, world.cuts.clear)
+
+    world._send = from_now  # type: ignore[method-assign]
+    assert done(world, "b", "put", b"2").code == ""
+    world.until(world.settled)
+    world.run(world.now + 2)
+    world.isolate("a")
+    assert done(world, "c", "read").value == b"2"
 
 
 def test_equal_owners_at_other_addresses_are_no_change():

@@ -127,6 +127,23 @@ def test_a_put_is_loaded_persisted_replicated_and_answered_at_the_quorum():
     assert bench.shard.deadline() is None
 
 
+def test_a_record_that_a_replica_cannot_merge_does_not_take_its_neighbours_with_it():
+    bench = Bench()
+    (load,) = bench.ask(RecordPut(1, [RecordWrite(b"k", b"v", {}), RecordWrite(b"l", b"v", {})]))
+    (persist,) = bench.on(Loaded(ticket_of(load), (None, None)))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (to_b, to_c) = asks_of(effects, "b", "c")
+    bench.on(Answered(to_c, Failure("unavailable", "away")))
+    apart = bench.on(Answered(to_b, Failure("too_large", "too many replicas")))
+    messages = [effect.message for effect in apart if isinstance(effect, AskPeer)]
+    assert [each.keys for each in messages if isinstance(each, RecordReplicate)] == [[K], [TENANT + b"l"]]
+    with_k, with_l = asks_of(apart, "b")
+    assert bench.on(Answered(with_l, Done())) == []
+    (reply,) = bench.on(Answered(with_k, Failure("too_large", "too many replicas")))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordFates)
+    assert [fate.code for fate in reply.message.fates] == ["outcome_unknown", ""]
+
+
 def test_nothing_leaves_before_it_is_durable():
     bench = Bench()
     (load,) = bench.ask(put())
@@ -589,6 +606,29 @@ def test_a_damaged_record_that_was_written_over_is_no_witness_until_the_others_h
     after = persist.writes[0][1]
     assert fetched(3) == RecordStates([after])
     assert [sibling.value for sibling in after.siblings] == [b"w", b"v"]
+
+
+def test_a_damaged_record_is_whole_only_with_what_every_answer_told():
+    """The first answer finds the record busy and is not merged; the last one must not make it whole without
+    it."""
+    bench = Bench(limits=ShardLimits(recent_bytes_max=0, changes_max=1))
+    (load,) = bench.ask(put())
+    effects = bench.on(Loaded(ticket_of(load), (None,), damaged=(K,)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    told_b, told_c = asks_of(effects, "b", "c")
+    assert bench.ask(put(b"next"), 2) == [], "it waits, and the line is full"
+    bench.on(Answered(told_b, RecordStates([OTHER])))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    bench.on(Answered(told_c, RecordStates([None])))
+    effects = bench.on(Persisted(ticket_of(persist)))
+    (persist,) = [effect for effect in effects if isinstance(effect, Persist)]
+    after = persist.writes[0][1]
+    bench.on(Persisted(ticket_of(persist)))
+    (load,) = bench.ask(RecordFetch(1, [K]), 3, tenant=NODE_TENANT)
+    (reply,) = bench.on(Loaded(ticket_of(load), (after,)))
+    assert reply == Reply(origin(3, NODE_TENANT), RecordStates([after]))
+    assert OTHER.siblings[0] in after.siblings
 
 
 def test_a_refused_write_of_a_damaged_record_writes_nothing():

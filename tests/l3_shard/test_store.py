@@ -519,6 +519,44 @@ def test_a_database_without_an_index_gets_one_when_it_is_opened(tmp_path: Path):
         store.close()
 
 
+def test_an_index_finds_room_in_a_database_that_fills_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("l3_shard.store.MAP_BYTES_MIN", 1 << 20)
+    state = RecordState({"r.1": 1}, [Sibling("r.1", 1, 7, b"v" * 99)])
+    store = RecordStore(tmp_path / "s", fsync="never")
+    with store._environment.begin(write=True) as transaction:
+        transaction.drop(store._index, delete=False)
+    rows = [(b"%0400d" % index, encode_value(b"%0400d" % index, state)) for index in range(4_000)]
+    store._environment.set_mapsize(64 << 20)
+    with store._environment.begin(write=True) as transaction:
+        for key, value in rows:
+            transaction.put(key, value, db=store._records)
+    replica = store.replica
+    store.close()
+    store = RecordStore(tmp_path / "s", fsync="never")
+    try:
+        swept, _ = store.sweep(0, len(rows))
+        assert sum(len(leaf) for _, leaf in swept) == len(rows) and store.replica == replica
+    finally:
+        store.close()
+
+
+def test_a_database_that_lost_a_record_goes_on_under_another_id(directory):
+    """Its counter is lost too: a write that began at 1 again would be taken for one that others have seen."""
+    store = open_store(directory)
+    store.write([(b"k", state(b"v", 5)), (b"l", state(b"v"))], store.replica, [(b"caught_up", b"1")])
+    with store._environment.begin(write=True) as transaction:
+        transaction.delete(b"k", db=store._records)
+    store.close()
+    again = open_store(directory)
+    try:
+        assert again.replica != store.replica and again.notes() == {}
+        assert [entry.key for entry in entries(again)] == [b"l"] and again.load([b"l"]) == ([state(b"v")], [])
+    finally:
+        again.close()
+
+
 def test_notes_are_kept_with_the_state_they_speak_of(tmp_path: Path):
     store = RecordStore(tmp_path / "s", fsync="never")
     store.write([], store.replica, [(b"a", b"1"), (b"b", b"2")])

@@ -10,7 +10,7 @@ import pytest
 from kvcomm.wire.messages import StrongAccepted, StrongOrder, StrongPromised, StrongState
 from l3_shard import acceptor, proposer, quorum
 from l3_shard.ballot import NO_BALLOT, Ballots
-from l3_shard.proposer import Accept, Finished, Prepare, Proposal, Step, Turn
+from l3_shard.proposer import Accept, Again, Finished, Prepare, Proposal, Step, Turn
 from l3_shard.quorum import joint
 
 GROUP = joint("xyz", "xyz")
@@ -129,3 +129,29 @@ def test_if_it_counted_as_a_vote_a_value_would_be_read_that_never_was(monkeypatc
     assert isinstance(end, Finished) and end.outcomes[0].code == "", (
         "and P created the record where there was none"
     )
+
+
+def late_accept() -> tuple[Step | None, Step | None]:
+    """A's register is on y alone, its request to x still on the way.  P has promises of x and z from before.
+    x loses what it has and learns A's register from y; then A's request reaches it, then P's.  What A and P
+    end with."""
+    x, y, z = Node(), Node(), Node()
+    a = Proposal([CREATE_Q], GROUP, ballots_from("a", 3))
+    ask_a = a.begin()
+    a.heard("x", x.promise(ask_a))
+    accept_a = a.heard("y", y.promise(ask_a))
+    a.heard("y", y.accept(accept_a))
+    p = Proposal([CREATE_P], GROUP, ballots_from("p", 7))
+    ask_p = p.begin()
+    p.heard("x", x.promise(ask_p))
+    accept_p = p.heard("z", z.promise(ask_p))
+    x.lose_and_enter("x", [y, z])
+    end_a = a.heard("x", x.accept(accept_a)) or a.heard("z", z.accept(accept_a))
+    p.heard("x", x.accept(accept_p))
+    return end_a, p.heard("z", z.accept(accept_p))
+
+
+def test_a_register_that_was_only_learned_is_not_agreed_to_when_its_request_comes():
+    end_a, end_p = late_accept()
+    assert isinstance(end_a, Again), "x has promised P more since"
+    assert isinstance(end_p, Finished) and end_p.outcomes[0].code == ""

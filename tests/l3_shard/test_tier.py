@@ -25,6 +25,8 @@ from kvcomm.wire.messages import (
     Done,
     Failure,
     Message,
+    Ping,
+    Pong,
     RecordFate,
     RecordFates,
     RecordGet,
@@ -41,8 +43,10 @@ from kvcomm.wire.messages import (
     Sibling,
     StrongOutcome,
     StrongOutcomes,
+    StrongRead,
 )
 from l3_shard import routes
+from l3_shard.coordination import PROBE_WAIT_S
 from l3_shard.ring import Ring, encode_map
 from l3_shard.tier import L3Tier
 from tests.namespaces import namespace
@@ -85,6 +89,8 @@ class Shards:
     """Shard -> failure code that it answers with."""
     silent: set[str] = field(default_factory=set)
     """Of them: those that give no answer at all."""
+    hung: set[str] = field(default_factory=set)
+    """Of those: the ones that one waits for in vain."""
     waits: list[float | None] = field(default_factory=list)
     """How long each request might take."""
     asked: list[tuple[str, Message]] = field(default_factory=list)
@@ -105,9 +111,11 @@ class Shards:
                         result = [self._start(ask) for ask in asks]
                     case Wait(call):
                         self.under_way[call.ask.address] -= 1
+                        self.now += (call.ask.timeout_s or 0.0) if _node(call.ask) in self.hung else 0.0
                         result = call.handle
-                    case WaitAny(calls):
-                        result = calls[0]
+                    case WaitAny(calls, timeout_s):
+                        result = next((call for call in calls if _node(call.ask) not in self.hung), None)
+                        self.now += (timeout_s or 0.0) if result is None else 0.0
                     case Emit(item):
                         self.emitted.append(item)
                         result = None
@@ -115,7 +123,7 @@ class Shards:
             return stop.value
 
     def _start(self, ask: Ask) -> Call:
-        node = ask.address.removeprefix("tcp://").partition(":")[0]
+        node = _node(ask)
         self.asked.append((node, ask.message))
         self.under_way[ask.address] += 1
         self.most_under_way = max(self.most_under_way, self.under_way[ask.address])
@@ -155,6 +163,8 @@ class Shards:
                     if held.get(key) != BYTES[BlockKey(key)]:
                         held.pop(key, None)
                 return Done(), []
+            case Ping():
+                return Pong(), []
             case RecordGet(keys=keys):
                 return RecordStates([self.records.get(key) for key in keys]), []
             case RecordPut(writes=writes):
@@ -183,6 +193,10 @@ class Shards:
         for index, block in found.items():
             assert bytes(block.copy) == BYTES[keys[index]] and block.key == keys[index] and block.tier == "l3"
         return found
+
+
+def _node(ask: Ask) -> str:
+    return ask.address.removeprefix("tcp://").partition(":")[0]
 
 
 def answer_with(message: Message, _node: str, _asked: Message) -> Message:
@@ -497,6 +511,59 @@ def test_a_shard_whose_proposals_were_beaten_is_not_passed_over():
         shards.asked.clear()
         assert shards.run(tier.strong_read([b"k"])) == read.outcomes
         assert [node for node, _ in shards.asked] == [first, others[0]]
+
+
+def majority_lost() -> tuple[Shards, L3Tier]:
+    """Of the owners c alone answers, that it has no majority; the time to pass over the two that hang is just
+    over."""
+    hung = {"a", "b"}
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "unavailable"), silent=hung, hung=hung)
+    tier = shards.tier()
+    with pytest.raises(Unavailable):
+        shards.run(tier.strong_read([b"k"]))
+    shards.now += 1.5
+    shards.asked.clear()
+    return shards, tier
+
+
+def test_owners_that_hang_are_not_waited_for_again_when_their_time_to_be_passed_over_is_up():
+    shards, tier = majority_lost()
+    for _ in range(8):
+        begin = shards.now
+        with pytest.raises(Unavailable, match="c: scripted"):
+            shards.run(tier.strong_read([b"k"]))
+        assert shards.now - begin <= PROBE_WAIT_S + 1e-9
+        shards.now += 1.5
+    probed = [node for node, message in shards.asked if isinstance(message, Ping)]
+    assert {"a", "b"} == set(probed) and len(probed) < 12, "less and less often"
+    assert {node for node, message in shards.asked if not isinstance(message, Ping)} == {"c"}
+
+
+@pytest.mark.parametrize("back", "ab")
+def test_an_owner_that_answers_again_takes_part_at_once(back: str):
+    shards, tier = majority_lost()
+    for known in (shards.silent, shards.hung):
+        known.discard(back)
+    del shards.down[back]
+    shards.special = lambda node, message: (
+        StrongOutcomes([StrongOutcome("", b"1", b"v")])
+        if node == back and isinstance(message, StrongRead)
+        else None
+    )
+    begin = shards.now
+    assert [outcome.value for outcome in shards.run(tier.strong_read([b"k"]))] == [b"v"]
+    assert shards.now == begin
+
+
+def test_if_nobody_else_is_left_the_hanging_are_asked():
+    shards, tier = majority_lost()
+    shards.hung.add("c")
+    shards.silent.add("c")
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            shards.run(tier.strong_read([b"k"]))
+        shards.now += 20
+    assert {node for node, message in shards.asked if not isinstance(message, Ping)} == set("abc")
 
 
 def test_a_shard_is_waited_for_shorter_with_a_few_strong_records():

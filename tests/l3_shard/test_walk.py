@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import lmdb
@@ -71,3 +73,16 @@ def test_what_cannot_be_read_is_not_called_damaged(database: Path, tmp_path: Pat
 def test_a_walk_that_takes_too_long_has_no_verdict(database: Path) -> None:
     os.truncate(database / "data.mdb", 4 * PAGE_BYTES)
     assert unsound(database, timeout_s=1e-6) == ""
+
+
+def test_a_reader_that_does_not_even_begin_is_not_waited_for(
+    database: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = tmp_path_factory.mktemp("bin") / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 60\n")
+    stuck.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    monkeypatch.setattr("l3_shard.walk.START_TIMEOUT_S", 0.1)
+    began = time.monotonic()
+    assert unsound(database, timeout_s=0.05) == ""
+    assert time.monotonic() - began < 30

@@ -82,13 +82,13 @@ RARE = {
     *MASKED,
 }
 QUICK = sorted(set(PLANTED) - RARE)
-"""Those that the first few seeds show; ``make sim-planted`` tries all of them."""
+"""Those that few seeds show, mostly the first ones; ``make sim-planted`` tries all of them."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    assert caught_at(PLANTED[name], range(30)) is not None, PLANTED[name].lie
+    assert caught_at(PLANTED[name]) is not None, PLANTED[name].lie
 
 
 def test_there_are_enough_planted_bugs() -> None:

@@ -198,7 +198,7 @@ def test_a_rule_of_the_configuration_refuses_and_is_counted(cluster: Cluster, kv
     eventually(lambda: rejected() == before + 5)
 
 
-def test_resolved_records_from_the_shell(cluster: Cluster) -> None:
+def test_resolved_records_from_the_shell(cluster: Cluster, kv: Client) -> None:
     at = ("--instance", cluster.instance.name, "--config", str(cluster.config))
 
     def put(kind: str, value: str) -> None:
@@ -222,5 +222,7 @@ def test_resolved_records_from_the_shell(cluster: Cluster) -> None:
     elements = json.loads(kvcomm("get", "shell", "k", "--as", "set", "--json", *at).stdout)["elements_base64"]
     assert elements == ["YQ==", "Yg=="]
     assert kvcomm("get", "shell", "absent", "--as", "counter", *at).returncode == 1
+    kv.register("shell").delete("k")
+    assert kvcomm("get", "shell", "k", "--as", "register", *at).returncode == 1, "deleted"
     assert kvcomm("put", "shell", "k", "many", "--as", "counter", *at).returncode == 2
     assert b"counter/shell/k\n" in kvcomm("ls", "counter", *at).stdout

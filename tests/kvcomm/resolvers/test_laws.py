@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm.clock import Stamp
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, Refused
 from kvcomm.resolvers import RESOLVERS, Moment, Resolver, resolver_of
 from kvcomm.resolvers.fields import FieldsDelta, _settled
 from kvcomm.resolvers.register import Held
@@ -159,6 +159,16 @@ def test_flipped_bytes_are_corrupt_or_another_canonical_value(name: str) -> None
             except Corrupt:
                 corrupt += 1
     assert corrupt > len(whole)
+
+
+@pytest.mark.parametrize("name", ["set", "map"])
+def test_bytes_that_nest_without_end_are_refused_like_any_others(name: str) -> None:
+    """Behind the parts that a delta or state has; the shard that looks at them must not end at it."""
+    endless, resolver = b"\x91" * 100_000 + b"\xc0", RESOLVERS[name]
+    with pytest.raises(Refused, match="not a change"):
+        resolver.apply([], b"\x93\x80\x90" + endless, MOMENT)
+    with pytest.raises(Corrupt, match=name):
+        resolver.join([name.encode() + b"\x01\x94\x90\x90\x90" + endless])
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
+from kvcomm.chaos.cluster import Cluster
 from kvcomm.chaos.history import Operation
 from kvcomm.chaos.liveness import check_liveness
 from kvcomm.chaos.nemesis import Nemesis
-from kvcomm.chaos.network import halves, isolate
+from kvcomm.chaos.network import Weather, halves, isolate
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import KINDS, READS
-from kvcomm.chaos.simulation import Result, simulate
+from kvcomm.chaos.simulation import FOUNDED_WITHIN_S, Result, simulate
 from kvcomm.errors import OutcomeUnknown, Unavailable
 from tests.sim.planted import PLANTED
 from tests.sim.scenarios.test_named import at, kept
@@ -52,6 +54,20 @@ def never_stops(result: Result) -> None:
     assert all(any(second <= end < second + 1 for end in ends) for second in range(1, 8))
 
 
+def test_a_lost_frame_costs_a_new_cluster_less_than_the_request_timeout() -> None:
+    """A shard that enters asks nearly all others, twice.  With every seventh frame lost, a wait of the whole
+    time-out for each, and shards that die meanwhile, founding took four time-outs and more."""
+    patient = replace(
+        FIVE, request_timeout_s=4.5, ask_timeout_s=6.0, operation_timeout_s=18.0, replicas=3,
+        weather=Weather(loss=0.15), fragile=0.01,
+    )  # fmt: skip
+    clusters = [Cluster(replace(patient, seed=seed)) for seed in range(1, 10)]
+    for cluster in clusters:
+        cluster.found(FOUNDED_WITHIN_S)
+        assert not cluster.violations
+    assert median(cluster.world.now for cluster in clusters) < 3 * patient.request_timeout_s
+
+
 def test_forty_clients_duel_about_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 43: proposers meet all the time.  So many at once are too hard for the judge of the order."""
     monkeypatch.setattr("kvcomm.chaos.registers.check_register", lambda accesses: None)
@@ -82,7 +98,8 @@ def test_the_majority_goes_on_and_the_minority_refuses() -> None:
 
     result = kept(simulate(FIVE, script=at({3.0: split})))
     within = strong(result, 4.0, 11.0)
-    alone = [each for each in within if each.invoked.client == "client0"]
+    ended = [each for each in within if each.returned and each.returned.at < FIVE.active_s]  # then it heals
+    alone = [each for each in ended if each.invoked.client == "client0"]
     assert alone and not done_at(alone)
     codes = {each.returned.error.partition(":")[0] for each in alone if each.returned}
     assert codes <= {Unavailable.code, OutcomeUnknown.code}
