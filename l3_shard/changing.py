@@ -6,10 +6,12 @@
 * The promise that a quorum gave together with its last accept is kept for the record's next change: one round
   trip and one sync instead of two.  It is used once, and forgotten when anything goes wrong, when the ring
   changes, and after a delete.
-* A round that failed is repeated after a jittered, doubling wait, until the request's time is up.  A round
-  that *too few answered* is repeated only ``MISSING_ROUNDS_MAX`` times, and one that needs acceptors which
-  were silent when they were asked last waits for them no longer than ``SILENT_WAIT_S``: once a split has been
-  noticed, its minority side refuses soon.  They are asked all the same, and one answer ends that.
+* A round that failed is repeated after a jittered wait, until the request's time is up; after one that met
+  another proposer the wait leaves that one the time to end (``proposer.backoff_s``).  When time is up, the
+  refusal names the shard that was in the way, so that its caller asks that one.  A round that *too few
+  answered* is repeated only ``MISSING_ROUNDS_MAX`` times, and one that needs acceptors which were silent when
+  they were asked last waits for them no longer than ``SILENT_WAIT_S``: once a split has been noticed, its
+  minority side refuses soon.  They are asked all the same, and one answer ends that.
 * Three outcomes: done; ``conflict``, ``unavailable`` and ``refused``, which mean that nothing was changed;
   and ``outcome_unknown``.
 """
@@ -34,7 +36,7 @@ from kvcomm.wire.messages import (
     StrongOutcomes,
     StrongPrepare,
 )
-from l3_shard.ballot import STEPS_MAX, Ballots
+from l3_shard.ballot import NO_BALLOT, STEPS_MAX, Ballot, Ballots
 from l3_shard.desk import STRONG_FEW, Desk, Request
 from l3_shard.proposer import (
     CONFIRM,
@@ -77,12 +79,15 @@ class _Asked:
     outcomes: list[StrongOutcome | None]
     open_count: int
     tasks: list[_Task] = field(default_factory=list)
+    rival: str = ""
+    """Whose proposals were in the way, when time was up."""
 
     def take(self, index: int, outcome: StrongOutcome) -> None:
         self.outcomes[index] = outcome
         self.open_count -= 1
         if not self.open_count:
-            self.desk.close(self.request, _verdict(self.outcomes, self.desk.limits.message_bytes))
+            verdict = _verdict(self.outcomes, self.desk.limits.message_bytes, self.rival)
+            self.desk.close(self.request, verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,9 @@ class _Run:
     missing_count: int = 0
     resting: bool = False
     """Between two rounds."""
+    asked_at: float = 0.0
+    phase_s: float = 0.0
+    """The longest phase so far, from asking to the answer that decided it."""
     trouble: str = ""
     """What the last acceptor that did not vote said."""
 
@@ -311,6 +319,7 @@ class Changing:
 
     def _ask(self, run: _Run, message: StrongPrepare | StrongAccept) -> None:
         proposal, round_ = run.proposal, run.proposal.round
+        run.asked_at = self._desk.now
         held_bytes = len(message.register.value or b"") if isinstance(message, StrongAccept) else 0
         for node in proposal.quorum.nodes:
             if proposal.phase == "over" or proposal.round != round_:
@@ -348,6 +357,7 @@ class Changing:
             return
         step = run.proposal.heard(node, answer)
         if step is not None:
+            run.phase_s = max(run.phase_s, self._desk.now - run.asked_at)
             self._step(run, step)
 
     def _rest(self, run: _Run, again: Again) -> None:
@@ -360,7 +370,8 @@ class Changing:
             self._end(run, run.proposal.given_up(f"no majority of {nodes} voted{run.trouble}"))
             return
         run.resting = True
-        when = self._desk.now + backoff_s(run.failed_count, self._draw)
+        phase_s = run.phase_s if again.contended else 0.0
+        when = self._desk.now + backoff_s(run.failed_count, self._draw, phase_s)
         heapq.heappush(self._resting, (when, next(self._tickets), run))
 
     def _take_promise(self, key: bytes) -> Promise | None:
@@ -384,6 +395,7 @@ class Changing:
             if task.over:
                 continue
             run = task.run
+            asked.rival = self._rival(run or self._queues[task.order.key].run) or asked.rival
             if run is None:
                 self._queues[task.order.key].waiting.remove(task)
                 self._finish(task, StrongOutcome(Unavailable.code, b"", None, f"{why}; nothing was changed"))
@@ -394,6 +406,13 @@ class Changing:
                 self._finish(task, run.proposal.left(at, why + run.trouble))
                 if run.over:
                     self._leave(run)
+
+    def _rival(self, run: _Run | None) -> str:
+        """Who was in the way of its last round."""
+        if run is None or run.proposal.rival == NO_BALLOT:
+            return ""
+        node = Ballot.from_code(run.proposal.rival).node
+        return "" if node == self._node else node
 
     def _end(self, run: _Run, outcomes: Sequence[StrongOutcome]) -> None:
         promise = run.proposal.promise
@@ -466,12 +485,15 @@ class Changing:
         return f"{doing}, {len(queue.waiting)} wait{kept}"
 
 
-def _verdict(outcomes: Sequence[StrongOutcome | None], bytes_max: int) -> Message | KVCommError:
-    """A request of which nothing was done can be sent to another owner: a ``Failure`` says so.  Values are
-    those of reads and of conflicts: who wrote one has it."""
+def _verdict(
+    outcomes: Sequence[StrongOutcome | None], bytes_max: int, rival: str = ""
+) -> Message | KVCommError:
+    """A request of which nothing was done can be sent to another owner: a ``Failure`` says so, and names the
+    one that was in the way, for it is alive.  Values are those of reads and of conflicts: who wrote one has
+    it."""
     told = [outcome for outcome in outcomes if outcome is not None]
     if told and all(outcome.code == Unavailable.code for outcome in told):
-        return Unavailable(told[0].text)
+        return Unavailable(told[0].text, rival.encode())
     size = sum(len(outcome.value or b"") for outcome in told)
     if len(told) > 1 and size > bytes_max:  # of reads: there are never so many changes
         return TooLarge(f"{size} bytes of values do not fit one answer; split the batch")

@@ -52,7 +52,8 @@ class Coordination:
 
     def __init__(self, routes: Routes, batch: Batch, *, timeout_s: float | None = None) -> None:
         """``timeout_s``: what a shard has to answer, else what is usual.  Of a batch that needs a majority:
-        an owner that says there is none is believed when the others were silent a moment ago."""
+        an owner that says there is none is believed when the others were silent a moment ago, unless it names
+        one of them that was in its way."""
         self._routes, self._batch, self._timeout_s = routes, batch, timeout_s
         self._todo = list(range(len(batch.keys)))
         self._tried: dict[int, set[str]] = {}
@@ -186,7 +187,12 @@ class Coordination:
                 self._failed(node, index, error)
             return
         error = failure_to_error(message.code, message.text, message.detail)
-        if self._routes.failed(node, answer):
+        if self._batch.majority and isinstance(error, Unavailable) and error.detail:
+            self._routes.heard(node)
+            self._routes.beaten(error.detail.decode(errors="replace"))
+            for index in indices:
+                self._failed(node, index, error)
+        elif self._routes.failed(node, answer):
             self._place_again(indices)
         elif isinstance(error, TooLarge) and len(indices) > 1 and not any(self._batch.sizes):
             self._records_max = max(1, len(indices) // 2)

@@ -130,6 +130,8 @@ class Proposal:
         self.promise: Promise | None = None
         """For the next round on the record, once this proposal is over."""
         self.looks = looks
+        self.rival = NO_BALLOT
+        """The last ballot that was in the way."""
         self._ballots = ballots
         self._attempts: dict[bytes, tuple[StrongOutcome, ...]] = {}
         """What each round would have told, by its ballot."""
@@ -202,6 +204,8 @@ class Proposal:
             self._granted[node] = Standing(answer.entry, answer.entries)
         else:
             self._contended = True
+            promised = answer.promised if isinstance(answer, StrongAccepted) else answer.state.promised
+            self.rival = max(self.rival, promised)
 
     def given_up(self, why: str) -> tuple[StrongOutcome, ...]:
         """The truth when there is no time or patience for another round."""
@@ -357,8 +361,15 @@ BACKOFF_FIRST_S = 0.005
 BACKOFF_MAX_S = 0.25
 
 
-def backoff_s(failed_count: int, draw: Jitter) -> float:
+def backoff_s(failed_count: int, draw: Jitter, phase_s: float = 0.0) -> float:
     """How long to wait after so many failed rounds (1 = the first): doubling, and drawn from the upper three
-    quarters, for two proposers that duel must not meet again and again."""
+    quarters, for two proposers that duel must not meet again and again.
+
+    Who was in the way has its promises and needs about ``phase_s``, what a phase takes here, to have its
+    register accepted: who comes back sooner makes it fail in turn.  So the wait is also not below half to
+    one and a half times that, divided by the failures: who has given way again and again comes back sooner
+    than one that was just served.
+    """
     ceiling_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(failed_count - 1, 16))
-    return ceiling_s * (0.25 + 0.75 * draw())
+    drawn = draw()
+    return max(ceiling_s * (0.25 + 0.75 * drawn), phase_s * (0.5 + drawn) / failed_count)

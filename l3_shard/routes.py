@@ -151,6 +151,15 @@ class Routes:
         if shun is not None and shun.silent:
             self._shuns[node] = _Shun(min(shun.until, self._clock()), shun.for_s, silent=False)
 
+    def beaten(self, rival: str) -> None:
+        """A shard could not coordinate because ``rival`` did.  Both are well, so neither is passed over: if
+        clients went round who was beaten, each another one, there would be more and more duels; as it is all
+        come back to a record's first owner."""
+        self.counts.failed_count += 1
+        shun = self._shuns.get(rival)
+        if shun is not None:
+            self._shuns[rival] = _Shun(min(shun.until, self._clock()), shun.for_s, silent=False)
+
     def _shun(self, node: str, now: float, *, silent: bool) -> None:
         """Longer each time that it fails again: a request waits for a silent shard longer than the first
         shun lasts, so two of them would be asked in turn for ever and the third owner never."""

@@ -18,6 +18,9 @@ from kvcomm.machine import Event
 if TYPE_CHECKING:
     from l3_shard.storage import Audit, Load, Persist, Scan, Survey, Sweep
 
+STALL_LOOK_S = 0.1
+"""How often a stalled disk looks whether it has been healed."""
+
 
 class Commits(Generic[S]):
     """One database of one life of a shard.
@@ -57,8 +60,15 @@ class Commits(Generic[S]):
             self._host.after(self._draw.uniform(0.0, self._plan.turn_s), self._commit)
 
     def _after_disk(self, delay_s: tuple[float, float], action: Callable[[], None]) -> None:
-        stall_s = max(0.0, self._disk.stalled_until - self._host.world.now)
-        self._host.after(stall_s + self._draw.uniform(*delay_s), action)
+        self._on_disk(self._disk.stalled_until, self._draw.uniform(*delay_s), action)
+
+    def _on_disk(self, until: float, takes_s: float, action: Callable[[], None]) -> None:
+        """What a stalled disk was asked goes on when the stall is over, also when it ends before its time."""
+        stall_s = min(until, self._disk.stalled_until) - self._host.world.now
+        if stall_s <= 0.0:
+            self._host.after(takes_s, action)
+        else:
+            self._host.after(min(stall_s, STALL_LOOK_S), lambda: self._on_disk(until, takes_s, action))
 
     def _load(self, load: Load) -> None:
         from l3_shard.storage import Loaded

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvcomm.wire.messages import RecordState
 
-FOUNDED_WITHIN_S = 30.0
+FOUNDED_WITHIN_S = 60.0
 RESTARTED_WITHIN_S = 4.0
 LOOKED_WITHIN_S = 300.0
 

@@ -329,3 +329,13 @@ def test_creating_needs_no_value_and_a_deleted_one_is_none():
 def test_the_wait_doubles_up_to_a_bound_and_is_drawn():
     assert backoff_s(1, lambda: 0.0) < backoff_s(1, lambda: 0.99) <= backoff_s(2, lambda: 0.99)
     assert backoff_s(40, lambda: 0.999) <= BACKOFF_MAX_S
+
+
+def test_who_was_in_the_way_gets_the_time_of_a_phase():
+    assert backoff_s(1, lambda: 0.0, 0.4) == 0.2 < backoff_s(1, lambda: 0.5, 0.4) == 0.4
+    assert backoff_s(1, lambda: 0.5, 1e-6) == backoff_s(1, lambda: 0.5)
+
+
+def test_who_failed_more_often_waits_a_smaller_part_of_it():
+    waits = [backoff_s(count, lambda: 0.5, 4.0) for count in (1, 2, 3, 4)]
+    assert waits == sorted(waits, reverse=True) and waits[0] == 4 * waits[3]

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -237,6 +238,35 @@ def test_duelling_proposers_make_progress(seed):
     assert codes.count("") >= 5 and set(codes) <= {"", "unavailable", "outcome_unknown"}, codes
     assert world.now - begin < 1.5
     assert sum(shard.strong_counts().contended_count for shard in world.shards.values()) > 0
+
+
+@pytest.mark.slow
+def test_three_proposers_of_slow_nodes_let_each_other_through_or_name_who_was_in_the_way():
+    """A round takes a good part of a request's time here, and at each node the next change begins at once."""
+    longest_run = 0
+    for seed in (3, 4, 5):
+        world = calm(seed=seed, faults=Faults(delay_s=0.06, disk_s=0.05))
+        told: dict[str, list[Message]] = {node: [] for node in world.names}
+        for node, answers in told.items():
+            _keep_changing(world, node, answers)
+        world.run(world.now + 20.0)
+        for node, answers in told.items():
+            refused = [answer for answer in answers if isinstance(answer, Failure)]
+            rivals = {other.encode() for other in told if other != node}
+            assert {answer.detail for answer in refused} <= rivals
+            done = [isinstance(each, StrongOutcomes) and not each.outcomes[0].code for each in answers]
+            longest_run = max(longest_run, *(len(list(run)) for ok, run in groupby(done) if not ok), 0)
+    assert longest_run <= 4
+
+
+def _keep_changing(world: StrongWorld, node: str, answers: list[Message]) -> None:
+    order = StrongOrder(b"k", "put", b"", b"%b%d" % (node.encode(), len(answers)))
+
+    def then(answer: Message) -> None:
+        answers.append(answer)
+        _keep_changing(world, node, answers)
+
+    world.call(node, StrongChange(world.map.epoch, [order]), then)
 
 
 def test_the_minority_side_refuses_soon_and_the_majority_goes_on():

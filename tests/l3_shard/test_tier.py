@@ -483,6 +483,36 @@ def test_an_owner_without_a_majority_is_believed_when_the_others_were_silent_a_m
     assert len(shards.asked) == 3, "any owner can serve what needs no majority"
 
 
+def test_a_shard_that_another_one_met_at_work_is_asked_though_it_was_silent_a_moment_ago():
+    """Its proposals are in the way: to go round it would only prolong the duel."""
+    shards = Shards(ring_map(), down=dict.fromkeys("abc", "unavailable"), silent={"a", "b"})
+    tier = shards.tier()
+    with pytest.raises(Unavailable):
+        shards.run(tier.strong_read([b"k"]))
+    del shards.down["a"]
+    beaten = Failure("unavailable", "no decision in time", b"a")
+    read = StrongOutcomes([StrongOutcome("", b"1", b"value")])
+    shards.special = lambda node, message: {"a": read, "c": beaten}.get(node)
+    for asked in (["c", "a"], ["a"]):
+        shards.asked.clear()
+        assert shards.run(tier.strong_read([b"k"])) == read.outcomes
+        assert [node for node, _ in shards.asked] == asked
+
+
+def test_a_shard_whose_proposals_were_beaten_is_not_passed_over():
+    """All clients come back to the first owner, whoever won this time."""
+    shards = Shards(ring_map())
+    tier = shards.tier()
+    first, *others = Ring.from_map(ring_map()).replicas(b"k")
+    beaten = Failure("unavailable", "no decision in time", others[-1].encode())
+    read = StrongOutcomes([StrongOutcome("", b"1", b"value")])
+    shards.special = lambda node, message: beaten if node == first else read
+    for _ in range(2):
+        shards.asked.clear()
+        assert shards.run(tier.strong_read([b"k"])) == read.outcomes
+        assert [node for node, _ in shards.asked] == [first, others[0]]
+
+
 def majority_lost() -> tuple[Shards, L3Tier]:
     """Of the owners c alone answers, that it has no majority; the time to pass over the two that hang is just
     over."""

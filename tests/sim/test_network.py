@@ -6,6 +6,7 @@ import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import shipped_disk
+from kvcomm.chaos.commits import Commits
 from kvcomm.chaos.disk import Disk, Part
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import (
@@ -19,13 +20,15 @@ from kvcomm.chaos.network import (
     isolate,
     ring,
 )
+from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.world import Host, World
 from kvcomm.credentials import Credentials
-from kvcomm.machine import ConnectionId, Origin
+from kvcomm.machine import ConnectionId, Event, Origin, Ticket
 from kvcomm.rpc.session import Identity
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import Done, Failure, Message, RecordGet, RecordPut, RecordState, Sibling
 from l3_shard.replica import first_replica
+from l3_shard.storage import Load
 
 CREDENTIALS = Credentials(bytes(32))
 GET, PUT = RecordGet(1, []), RecordPut(1, [])
@@ -261,3 +264,22 @@ def test_a_scan_goes_on_where_it_stopped() -> None:
             break
         after = resume
     assert found == [b"k%d" % index for index in range(7)]
+
+
+def test_a_stalled_disk_answers_when_it_is_healed_before_its_time() -> None:
+    world, one, heard = World(1), disk(), list[tuple[float, Event]]()
+    host = world.host("a")
+    host.start(lambda host: Shell(Network(world, Weather(), CREDENTIALS), host))
+    commits = Commits(one, host, Draw(2), Plan(1), lambda event: heard.append((world.now, event)))
+    one.stalled_until = 3.0
+    commits.load(Load(Ticket(1), (b"a",)))
+    world.run(2.9)
+    assert not heard
+    world.run(3.5)
+    assert len(heard) == 1 and heard[0][0] >= 3.0
+    one.stalled_until = 100.0
+    commits.load(Load(Ticket(2), (b"a",)))
+    world.run(5.0)
+    one.stalled_until = 0.0
+    world.run(5.5)
+    assert len(heard) == 2
