@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 GRACE_S = 3.0
 """After the healing: restarts, reconnections and the time-outs of what was begun before."""
 WINDOW_S = 5.0
-"""Every client has a put and a get done in every window of so long, if it tried some."""
+"""Every client has a put and a get of eventual records done in every window of so long, if it tried some."""
+STRONG_WINDOW_S = 10.0
+"""The same of strong records, whose proposers may meet and give way to each other."""
 TRIED_MIN = 3
 
 
@@ -66,8 +68,9 @@ def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
         invoked = operation.invoked
         if invoked.at < healthy_from_s:
             continue
-        number = int((invoked.at - healthy_from_s) / WINDOW_S)
-        window = (invoked.client, invoked.kind in KINDS, invoked.kind not in ("get", *READS), number)
+        strong = invoked.kind in KINDS
+        number = int((invoked.at - healthy_from_s) / _window_s(strong))
+        window = (invoked.client, strong, invoked.kind not in ("get", *READS), number)
         tried[window] = tried.get(window, 0) + 1
         done[window] = done.get(window, 0) + _answered(operation)
     found: list[Violation] = []
@@ -75,9 +78,13 @@ def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
         client, strong, writes, number = window
         if tried[window] >= TRIED_MIN and not done[window]:
             what = f"{tried[window]} {'strong' if strong else 'eventual'} {'writes' if writes else 'reads'}"
-            since_s = healthy_from_s + number * WINDOW_S
+            since_s = healthy_from_s + number * _window_s(strong)
             found.append(Violation("progress", f"{client} tried {what} from {since_s:.1f} on, none done"))
     return found
+
+
+def _window_s(strong: bool) -> float:
+    return STRONG_WINDOW_S if strong else WINDOW_S
 
 
 def _answered(operation: Operation) -> bool:

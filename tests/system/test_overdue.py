@@ -12,6 +12,7 @@ from kvcomm import connect_async
 from kvcomm.block import Incarnation
 from kvcomm.client import Client
 from kvcomm.errors import KVCommError, OutcomeUnknown
+from kvcomm.pulse import BEAT_S, STILL_S
 from kvcomm.rpc import AsyncPeers, Identity
 from kvcomm.steps import Ask
 from kvcomm.wire.messages import Failure, Message, RecordGet, RingGet, RingMap
@@ -87,6 +88,7 @@ async def _ask_while_it_stands(cluster: Cluster, stopped: str, other: str) -> li
     try:
         await peers.welcome(address, deadline)
         cluster.kill(stopped, signal.SIGSTOP)
+        noticed = time.monotonic() + 2 * (BEAT_S + STILL_S)
         asks = [Ask(address, RecordGet(ring.epoch, [b"state/late/k%d" % number])) for number in range(50)]
         requests = peers.start(asks, deadline)
         await asyncio.to_thread(cluster.restarted, cluster.kill(other, signal.SIGKILL))
@@ -94,6 +96,7 @@ async def _ask_while_it_stands(cluster: Cluster, stopped: str, other: str) -> li
             while node.node != stopped and await _epoch(peers, node.addresses[0]) <= ring.epoch:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)  # it has not been handed the new map yet
+        await asyncio.sleep(max(0.0, noticed - time.monotonic()))  # a shorter stop is a busy moment
         cluster.kill(stopped, signal.SIGCONT)
         return [(await request.answer()).message for request in requests]
     finally:
