@@ -5,7 +5,7 @@ The core is as small as the quorums allow: every record keeps enough owners in i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcomm.chaos.history import History, Operation
 from kvcomm.chaos.network import halves
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 GRACE_S = 3.0
 """After the healing: restarts, reconnections and the time-outs of what was begun before."""
 WINDOW_S = 5.0
-"""Every client has a put and a get of eventual records done in every window of so long, if it tried some."""
-STRONG_WINDOW_S = 10.0
-"""The same of strong records, whose proposers may meet and give way to each other."""
+"""In every window of so long every client has a put and a get of eventual records done, if it tried some; of
+strong records, whose proposers meet and give way to each other, all clients together have."""
 TRIED_MIN = 3
+STARVED_MIN = 5
+"""And nobody gives way for ever: of so many tries of a client, from the healing to the end, one was done."""
+EVERYBODY = "all clients"
 
 
 class Core:
@@ -61,30 +63,41 @@ class Core:
 
 
 def check_liveness(history: History, healthy_from_s: float) -> list[Violation]:
-    """Windows of a client in which it tried to write (or read) and never could."""
-    tried: dict[tuple[str, bool, bool, int], int] = {}
-    done: dict[tuple[str, bool, bool, int], int] = {}
+    """Where clients tried to write (or read) for long enough and never could."""
+    tried: dict[_Stretch, int] = {}
+    done: dict[_Stretch, int] = {}
     for operation in history.operations():
-        invoked = operation.invoked
-        if invoked.at < healthy_from_s:
-            continue
-        strong = invoked.kind in KINDS
-        number = int((invoked.at - healthy_from_s) / _window_s(strong))
-        window = (invoked.client, strong, invoked.kind not in ("get", *READS), number)
-        tried[window] = tried.get(window, 0) + 1
-        done[window] = done.get(window, 0) + _answered(operation)
+        if operation.invoked.at >= healthy_from_s:
+            for stretch in _stretches(operation, healthy_from_s):
+                tried[stretch] = tried.get(stretch, 0) + 1
+                done[stretch] = done.get(stretch, 0) + _answered(operation)
     found: list[Violation] = []
-    for window in sorted(tried):
-        client, strong, writes, number = window
-        if tried[window] >= TRIED_MIN and not done[window]:
-            what = f"{tried[window]} {'strong' if strong else 'eventual'} {'writes' if writes else 'reads'}"
-            since_s = healthy_from_s + number * _window_s(strong)
-            found.append(Violation("progress", f"{client} tried {what} from {since_s:.1f} on, none done"))
+    for stretch in sorted(tried):
+        if tried[stretch] >= stretch.tried_min and not done[stretch]:
+            what = f"{stretch.who} tried {tried[stretch]} {stretch.what}"
+            found.append(Violation("progress", f"{what} from {stretch.since_s:.1f} on, none done"))
     return found
 
 
-def _window_s(strong: bool) -> float:
-    return STRONG_WINDOW_S if strong else WINDOW_S
+class _Stretch(NamedTuple):
+    """A time in which one of these must be done."""
+
+    who: str
+    what: str
+    since_s: float
+    tried_min: int
+
+
+def _stretches(operation: Operation, healthy_from_s: float) -> list[_Stretch]:
+    invoked = operation.invoked
+    strong, does = invoked.kind in KINDS, "reads" if invoked.kind in ("get", *READS) else "writes"
+    since_s = healthy_from_s + WINDOW_S * int((invoked.at - healthy_from_s) / WINDOW_S)
+    if not strong:
+        return [_Stretch(invoked.client, f"eventual {does}", since_s, TRIED_MIN)]
+    return [
+        _Stretch(EVERYBODY, f"strong {does}", since_s, TRIED_MIN),
+        _Stretch(invoked.client, f"strong {does}", healthy_from_s, STARVED_MIN),
+    ]
 
 
 def _answered(operation: Operation) -> bool:
