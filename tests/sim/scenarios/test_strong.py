@@ -11,7 +11,6 @@ import pytest
 
 from kvcomm.chaos.cluster import Cluster
 from kvcomm.chaos.history import Operation
-from kvcomm.chaos.liveness import check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.network import Weather, halves, isolate
 from kvcomm.chaos.plan import Plan
@@ -77,15 +76,6 @@ def test_forty_clients_duel_about_one_record(monkeypatch: pytest.MonkeyPatch) ->
 def test_eight_clients_duel_about_one_record() -> None:
     """Fault 43, with the order judged too."""
     never_stops(kept(simulate(replace(DUEL, clients=8), script=at({}))))
-
-
-def test_proposers_of_slow_shards_let_each_other_through() -> None:
-    """A phase takes longer than the shortest waits: who was beaten gives the other the time to end."""
-    slow = replace(
-        DUEL, seed=21, clients=3, turn_s=0.2, pace_s=0.01, active_s=25.0,
-        request_timeout_s=4.5, ask_timeout_s=6.0, operation_timeout_s=18.0,
-    )  # fmt: skip
-    assert not check_liveness(kept(simulate(slow, script=at({}))).history, 3.0)
 
 
 def test_the_majority_goes_on_and_the_minority_refuses() -> None:
