@@ -72,12 +72,6 @@ def counted(standings: Mapping[str, Standing]) -> list[str]:
     return [node for node, standing in standings.items() if standing.entry >= latest.get(node, 0)]
 
 
-def joint(settled: Sequence[str], owners: Sequence[str]) -> Quorum:
-    """The quorum of a record while it goes from the owners ``settled`` to ``owners``."""
-    same = set(settled) == set(owners)
-    return Quorum((tuple(settled),) if same else (tuple(settled), tuple(owners)))
-
-
 def informed(groups: Sequence[Sequence[str]], node: str, told: Collection[str]) -> bool:
     """Whether ``node``, which lost its state, has heard from enough others to vote again.
 

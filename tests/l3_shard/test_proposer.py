@@ -22,9 +22,9 @@ from l3_shard.proposer import (
     Turn,
     backoff_s,
 )
-from l3_shard.quorum import joint
+from l3_shard.quorum import Quorum
 
-OWNERS = joint("abc", "abc")
+OWNERS = Quorum((tuple("abc"),))
 PUT = StrongOrder(b"k", "put", b"", b"v")
 READ = StrongOrder(b"k", "read")
 DEAD = Failure("unavailable", "dead")

@@ -11,9 +11,9 @@ from kvcomm.wire.messages import StrongAccepted, StrongOrder, StrongPromised, St
 from l3_shard import acceptor, proposer, quorum
 from l3_shard.ballot import NO_BALLOT, Ballots
 from l3_shard.proposer import Accept, Again, Finished, Prepare, Proposal, Step, Turn
-from l3_shard.quorum import joint
+from l3_shard.quorum import Quorum
 
-GROUP = joint("xyz", "xyz")
+GROUP = Quorum((tuple("xyz"),))
 CREATE_P, CREATE_Q = StrongOrder(b"k", "cas", b"", b"p"), StrongOrder(b"k", "cas", b"", b"q")
 
 
