@@ -14,7 +14,7 @@ from l3_shard.entering import MEMBERSHIP_KEY
 from l3_shard.storage import Persist
 from tests.l3_shard.cluster import TENANT, Faults
 from tests.l3_shard.strong_world import History, StrongClient, StrongWorld, Violation
-from tests.l3_shard.test_strong import calm, change, done
+from tests.l3_shard.test_strong import calm, change, decided_without_two, done
 
 KEY = TENANT + b"k"
 
@@ -65,12 +65,7 @@ def test_it_does_not_vote_on_it_until_enough_others_have_told():
 
 def test_an_acceptor_that_has_lost_its_disk_has_nothing_to_tell():
     """a, b and c decide; b's bytes are damaged and c's disk is gone: b waits for a, not for c's nothing."""
-    world = calm("abcde", replicas=5)
-    world.isolate("d")
-    world.isolate("e")
-    done(world, "a", "put", b"1")
-    world.run()
-    world.cuts.clear()
+    world = decided_without_two()
     world.isolate("a")
     world.lose("c")
     damage(world, "b")

@@ -135,6 +135,17 @@ def calm(names: str = "abc", seed: int = 1, **how: Any) -> StrongWorld:
     return world
 
 
+def decided_without_two() -> StrongWorld:
+    """Of five owners a, b and c have decided ``b"1"``; d and e, who are back, know nothing of it."""
+    world = calm("abcde", replicas=5)
+    world.isolate("d")
+    world.isolate("e")
+    done(world, "a", "put", b"1")
+    world.run()
+    world.cuts.clear()
+    return world
+
+
 def test_a_vote_that_is_not_on_the_disk_loses_what_was_decided():
     """The bug planted: what a node answered for is gone after a crash, its membership too, and it is told to
     vote all the same.  The checker notices."""
@@ -316,12 +327,7 @@ def test_a_restored_backup_is_no_memory_to_vote_from():
 
 def test_of_two_lost_disks_neither_takes_the_other_for_an_acceptor_that_never_voted():
     """a, b and c decide; b and c lose it; what d, e and the other one do not have was not decided by them."""
-    world = calm("abcde", replicas=5)
-    world.isolate("d")
-    world.isolate("e")
-    done(world, "a", "put", b"1")
-    world.run()
-    world.cuts.clear()
+    world = decided_without_two()
     world.isolate("a")
     world.lose("b")
     world.lose("c")
