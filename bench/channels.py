@@ -12,13 +12,13 @@ from bench.peers.memory import Buffers
 from bench.pool import Pool, identity
 from bench.service import DEADLINE_S
 from bench.timing import Call, round_robin
-from kvcomm.block import BlockKey
+from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import Connection
 from kvcomm.wire.messages import ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened, PinOpen, PinRange
 from l2_rdma.index import IndexReader
-from l2_rdma.layout import HEADER_BYTES, RegionHeader
+from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
 from l2_rdma.reader import Reader
 from l2_rdma.region import Region

@@ -1,5 +1,5 @@
-"""``python -m bench.curves``: latency and bandwidth by size, of our transports and of what else could bring the
-bytes.
+"""``python -m bench.curves``: latency and bandwidth by size, of our transports and of what else could bring
+the bytes.
 
 * **Latency**: one read at a time, until the bytes are there.
 * **Bandwidth**: a run of reads at once, as many as :func:`in_flight` says, each into memory of its own.
@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
-
-import msgspec
 
 from bench.host import Host, wait_for_quiet
-from bench.report import number
 from bench.scale import FULL, KIB, MIB, SMOKE, Scale, size_name
-from bench.timing import Operation, Rounds, Spread, interleave
+from bench.sections import Point, Section, from_json, tables, to_json
+from bench.sources import SOURCES, Source, Way
+from bench.timing import Rounds, Spread, interleave
 
 SIZES = tuple(64 << 2 * step for step in range(10))
 """64 B to 16 MiB, each four times the last."""
@@ -34,53 +32,8 @@ ROUNDS, TURN_S = 11, 0.025
 """Many curves and sizes, so fewer and shorter turns than a case has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One way to bring bytes, at one size."""
-
-    way: str
-    size_bytes: int
-    latency_us: Spread
-    gb_s: Spread | None
-    """10^9 bytes a second with several under way; ``None`` where no bytes move."""
-
-
-@dataclass(slots=True)
-class Section:
-    """What one machine measured."""
-
-    machine: str
-    described: str
-    points: list[Point] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    """What was to be measured and was not, and why."""
-
-    def ways(self) -> list[str]:
-        return list(dict.fromkeys(point.way for point in self.points))
-
-    def sizes(self) -> list[int]:
-        return sorted({point.size_bytes for point in self.points})
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The two operations of a curve at one size."""
-
-    name: str
-    one: Operation
-    run: Operation | None = None
-
-
-class Source(Protocol):
-    """Something that brings bytes of any size; made once, asked for each size in turn."""
-
-    def ways(self, size_bytes: int, items: int) -> list[Way]: ...
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    from bench.sources import SOURCES
-
-    options = _options(arguments, SOURCES)
+    options = _options(arguments)
     sections = [] if options.no_run else [_section(options)]
     for recorded in options.merge:
         sections += from_json(Path(recorded).read_bytes())
@@ -93,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _section(options: argparse.Namespace) -> Section:
-    from bench.sources import SOURCES
-
     wait_for_quiet(options.patience)
     scale = SMOKE if options.smoke else replace(FULL, rounds=ROUNDS, turn_s=TURN_S)
     sizes = SMOKE_SIZES if options.smoke else [size for size in SIZES if size <= options.largest]
@@ -110,10 +61,10 @@ def _section(options: argparse.Namespace) -> Section:
     return section
 
 
-def _options(arguments: Sequence[str] | None, sources: Iterable[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.curves", description=__doc__)
     parser.add_argument(
-        "sources", nargs="*", choices=[[], *sources], metavar="source", help=", ".join(sources)
+        "sources", nargs="*", choices=[[], *SOURCES], metavar="source", help=", ".join(SOURCES)
     )
     parser.add_argument("--machine", default="this machine", help="the name of the section")
     parser.add_argument("--smoke", action="store_true", help="two small sizes: does it run at all?")
@@ -143,47 +94,6 @@ def measure(sources: Sequence[Source], section: Section, scale: Scale, sizes: Se
 def in_flight(size_bytes: int) -> int:
     """Reads of a run."""
     return max(1, min(IN_FLIGHT_MAX, RUN_BYTES_MAX // size_bytes))
-
-
-def to_json(sections: Sequence[Section]) -> bytes:
-    """Sections as JSON; ``from_json`` is the inverse."""
-    return msgspec.json.format(msgspec.json.encode(list(sections)), indent=1)
-
-
-def from_json(text: bytes) -> list[Section]:
-    """Raises ``msgspec.ValidationError`` if the text does not hold sections."""
-    return msgspec.json.decode(text, type=list[Section])
-
-
-def tables(sections: Sequence[Section]) -> str:
-    """Each section as two Markdown tables, a column a size."""
-    parts = []
-    for section in sections:
-        parts += [f"### {section.machine}", section.described]
-        parts += ["Latency of one read, µs (median):", _table(section, _latency)]
-        parts += ["Bandwidth with several reads under way, GB/s (median):", _table(section, _bandwidth)]
-        parts += [f"Not run: {what} ({reason})." for what, reason in section.skipped.items()]
-    return "\n\n".join(parts)
-
-
-def _table(section: Section, value: Callable[[Point], float | None]) -> str:
-    sizes = section.sizes()
-    lines = ["| | " + " | ".join(map(size_name, sizes)) + " |", "| --- |" + " ---: |" * len(sizes)]
-    for way in section.ways():
-        found = {point.size_bytes: value(point) for point in section.points if point.way == way}
-        cells = [found.get(size) for size in sizes]
-        if any(cell is not None for cell in cells):
-            shown = ["" if cell is None else number(cell) for cell in cells]
-            lines.append(f"| {way} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
-
-
-def _latency(point: Point) -> float:
-    return point.latency_us.median
-
-
-def _bandwidth(point: Point) -> float | None:
-    return point.gb_s.median if point.gb_s else None
 
 
 def _point(way: Way, size_bytes: int, rounds: Rounds) -> Point:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.curves import Section, from_json
 from bench.document import DOCUMENT
 from bench.scale import size_name
+from bench.sections import Section, from_json
 from bench.sources import OURS
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ COLOURS = {
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 LABEL_GAP_POINTS = 12.5
 """Between the base lines of two curves' names."""
-_FINE = {"linewidth": 0.4, "alpha": 0.25, "color": INK}
+WIDTH_INCHES, HEIGHT_INCHES = 7.6, 4.4
+PLACE = (0.085, 0.1, 0.68, 0.74)
+"""Of the axes in the picture: left, bottom, width, height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,22 @@ class Picture:
     """A decade's name on the axis."""
 
 
-LATENCY = Picture("Latency of one read", "lower is better", lambda us: _time_name(us))
-BANDWIDTH = Picture("Bandwidth, several reads under way", "higher is better", lambda gb_s: _rate_name(gb_s))
+def _time_name(us: float) -> str:
+    if us >= 1e6:
+        return f"{_plain(us / 1e6)} s"
+    return f"{_plain(us / 1e3)} ms" if us >= 1e3 else f"{_plain(us)} µs"
+
+
+def _rate_name(gb_s: float) -> str:
+    return f"{_plain(gb_s)} GB/s" if gb_s >= 1 else f"{_plain(gb_s * 1e3)} MB/s"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.10g}"
+
+
+LATENCY = Picture("Latency of one read", "lower is better", _time_name)
+BANDWIDTH = Picture("Bandwidth, several reads under way", "higher is better", _rate_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,8 +129,8 @@ def svg(picture: Picture, subtitle: str, lines: Sequence[Line]) -> str:
         "text.color": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
     }  # fmt: skip
     with rc_context(style):
-        figure = Figure(figsize=(7.6, 4.4))
-        axes = figure.add_axes((0.085, 0.1, 0.68, 0.74))
+        figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES))
+        axes = figure.add_axes(PLACE)
         _draw(axes, lines)
         _dress(axes, picture, lines)
         _name(axes, lines)
@@ -180,7 +196,7 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: picture.unit(value))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", **_FINE)
+    axes.grid(True, which="major", linewidth=0.4, alpha=0.25, color=INK)
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -189,7 +205,7 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
 
 def _name(axes: Axes, lines: Sequence[Line]) -> None:
     """Each curve's name beside its right end, moved apart where they would lie on each other."""
-    height_points = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
+    height_points = PLACE[3] * HEIGHT_INCHES * 72
     ends = [axes.transAxes.inverted().transform(axes.transData.transform(_end(line)))[1] for line in lines]
     places = spread_apart([end * height_points for end in ends], LABEL_GAP_POINTS)
     right = max(_end(line)[0] for line in lines)
@@ -243,20 +259,6 @@ def _inked(text: str) -> str:
     head, opening, rest = text.partition("<defs>")
     inked = f"{head}{style}{opening}{rest}".replace(INK, "currentColor")
     return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", inked)  # nobody sees the rest
-
-
-def _time_name(us: float) -> str:
-    if us >= 1e6:
-        return f"{_plain(us / 1e6)} s"
-    return f"{_plain(us / 1e3)} ms" if us >= 1e3 else f"{_plain(us)} µs"
-
-
-def _rate_name(gb_s: float) -> str:
-    return f"{_plain(gb_s)} GB/s" if gb_s >= 1 else f"{_plain(gb_s * 1e3)} MB/s"
-
-
-def _plain(value: float) -> str:
-    return f"{value:.10g}"
 
 
 if __name__ == "__main__":

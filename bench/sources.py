@@ -1,4 +1,4 @@
-"""What the curves are drawn of: every peer and every transport of ours, as a ``bench.curves.Source``.
+"""What the curves are drawn of: every peer and every transport of ours, as a ``Source``.
 
 Each is a context manager that yields the source, or the reason why there is none.
 """
@@ -9,17 +9,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from bench.channels import Mapped, Reads, channel, mapped
-from bench.curves import Source, Way
 from bench.peers.memory import MEMCPY, Buffers, memcpy, memcpy_run
 from bench.peers.mooncake_store import MooncakeStore, mooncake
 from bench.peers.raw_socket import Family, RawSocket, raw_socket
 from bench.peers.redis_server import RedisServer, redis_server
 from bench.pool import Pool, pools
+from bench.timing import Operation
 
 OURS = "KVCOMM "
 VIEW = f"{OURS}shm view"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The two operations of a curve at one size."""
+
+    name: str
+    one: Operation
+    run: Operation | None = None
+
+
+class Source(Protocol):
+    """Something that brings bytes of any size; made once, asked for each size in turn."""
+
+    def ways(self, size_bytes: int, items: int) -> list[Way]:
+        """Its curves at this size; ``run`` has ``items`` reads under way."""
+        ...
+
+
 Open = Callable[[int, Sequence[int]], AbstractContextManager[Source | str]]
 """Args: the working set, all sizes that will be asked for."""
 
