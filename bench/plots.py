@@ -1,5 +1,5 @@
-"""``python -m bench.plots FILE [--into DIRECTORY]``: the curves as SVG, one picture of latency and one of
-bandwidth for each machine.
+"""``python -m bench.plots FILE ... [--into DIRECTORY]``: the curves as SVG, one picture of latency and one of
+bandwidth for each machine, and one of where by reference and inline cross.
 
 Ours are drawn thick, everything else thin; each curve bears its own name at its right end.  Ink is
 ``currentColor``, which follows the reader's light or dark page; the curves' colours stand out on both.
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import crossover, sections
 from bench.document import DOCUMENT
 from bench.scale import size_name
-from bench.sections import Section, from_json
+from bench.sections import Section
 from bench.sources import OURS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ COLOURS = {
     f"{OURS}cuda": "#57ab5a",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
+TICKS_MAX = 5
 LABEL_GAP_POINTS = 12.5
 """Between the base lines of two curves' names."""
 WIDTH_INCHES, HEIGHT_INCHES = 7.6, 4.4
@@ -70,6 +72,8 @@ class Picture:
     hint: str
     unit: Callable[[float], str]
     """A decade's name on the axis."""
+    ticks: tuple[float, ...] = ()
+    """Instead of decades; the line at 1 is drawn when there are any."""
 
 
 def _time_name(us: float) -> str:
@@ -88,25 +92,63 @@ def _plain(value: float) -> str:
 
 LATENCY = Picture("Latency of one read", "lower is better", _time_name)
 BANDWIDTH = Picture("Bandwidth, several reads under way", "higher is better", _rate_name)
+CROSSOVER = Picture(
+    "Time by reference, as a multiple of the time inline",
+    "below 1 the reference is faster",
+    lambda ratio: f"{_plain(ratio)} ×",
+    (0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.plots", description=__doc__)
-    parser.add_argument("file", help="written by python -m bench.curves --json")
+    parser.add_argument("--curves", metavar="FILE", help="written by python -m bench.curves --json")
+    parser.add_argument("--crossover", metavar="FILE", help="written by python -m bench.crossover --json")
     parser.add_argument("--into", default=str(DIRECTORY), metavar="DIRECTORY")
     options = parser.parse_args(arguments)
     into = Path(options.into)
     into.mkdir(parents=True, exist_ok=True)
-    for section in from_json(Path(options.file).read_bytes()):
+    pictures = _of_curves(options.curves) if options.curves else {}
+    if options.crossover:
+        pictures["crossover"] = _of_crossover(options.crossover)
+    for name, text in pictures.items():
+        (into / f"{name}.svg").write_text(text)
+        print(into / f"{name}.svg")
+    return 0
+
+
+def _of_curves(file: str) -> dict[str, str]:
+    pictures = {}
+    for section in sections.from_json(Path(file).read_bytes()):
         for kind, picture, lines in (
             ("latency", LATENCY, latencies(section)),
             ("bandwidth", BANDWIDTH, bandwidths(section)),
         ):
             if lines:
-                path = into / f"{kind}-{slug(section.machine)}.svg"
-                path.write_text(svg(picture, section.machine, lines))
-                print(path)
-    return 0
+                pictures[f"{kind}-{slug(section.machine)}"] = svg(picture, section.machine, lines)
+    return pictures
+
+
+def _of_crossover(file: str) -> str:
+    found = crossover.from_json(Path(file).read_bytes())
+    return svg(CROSSOVER, found.machine, crossings(found))
+
+
+def crossings(found: crossover.Crossover) -> list[Line]:
+    """Time by reference over time inline."""
+    names = {"life": "life: put, then get"}
+    transports = list(dict.fromkeys(curve.transport for curve in found.curves))
+    return [
+        Line(
+            f"{names.get(curve.verb, curve.verb)}, {curve.transport}",
+            [pair.size_bytes for pair in curve.pairs],
+            [pair.ratio.median for pair in curve.pairs],
+            OTHERS[transports.index(curve.transport)],
+            bold=curve.verb == "life",
+            dashed=curve.verb == "get",
+        )
+        for curve in found.curves
+    ]
 
 
 def latencies(section: Section) -> list[Line]:
@@ -190,9 +232,13 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
     axes.set_yscale("log")
     axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
     axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
-    shown = sizes[:: 1 if len(sizes) < 8 else 2] if len(sizes) % 2 or len(sizes) < 8 else sizes[1::2]
+    shown = sizes[::-1][:: -(-len(sizes) // TICKS_MAX)]
     axes.xaxis.set_major_locator(FixedLocator([float(size) for size in shown]))
     axes.xaxis.set_major_formatter(lambda size, _: size_name(int(size)))
+    if picture.ticks:
+        axes.axhline(1.0, color=INK, linewidth=0.9, alpha=0.7)
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(FixedLocator([tick for tick in picture.ticks if low <= tick <= high]))
     axes.yaxis.set_major_formatter(lambda value, _: picture.unit(value))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Pool:
         mine = identity()
         tier, peers = L2Tier(self.address, mine, prefault=False), Peers(mine)
         try:
-            copies = copies_of(count, payload_bytes)
+            copies = Made(count, payload_bytes).copies(range(count))
             statuses = run_blocking(tier.put(copies), peers, time.monotonic() + DEADLINE_S)
             if not set(statuses) <= {"stored", "present"}:
                 raise Unavailable(f"{self.node} did not take blocks of {payload_bytes} bytes: {statuses}")
@@ -72,15 +72,21 @@ def identity() -> Identity:
     return Identity(_CREDENTIALS.token(TENANT), Incarnation(secrets.randbits(64) | 1))
 
 
-def copies_of(count: int, payload_bytes: int, first: int = 0) -> list[BlockCopy]:
-    """Blocks of one namespace with random payloads, each a context of its own; numbered from ``first``."""
-    bound = namespace(payload_bytes).for_tenant(_CREDENTIALS.tenant_digest(TENANT))
-    copies = []
-    for index, buffer in enumerate(Buffers(count, payload_bytes, seed=5).all):
-        key, payload = block_keys(bound, prompt(first + index))[0], memoryview(buffer)
+class Made:
+    """Blocks of one namespace with random payloads, each a context of its own."""
+
+    def __init__(self, count: int, payload_bytes: int) -> None:
+        self._namespace = namespace(payload_bytes).for_tenant(_CREDENTIALS.tenant_digest(TENANT))
+        self._payloads = [memoryview(buffer) for buffer in Buffers(count, payload_bytes, seed=5).all]
+
+    def copies(self, numbers: Iterable[int]) -> list[BlockCopy]:
+        """All payloads once, under the keys of these prompts."""
+        return [self._copy(number, payload) for payload, number in zip(self._payloads, numbers, strict=False)]
+
+    def _copy(self, number: int, payload: memoryview) -> BlockCopy:
+        bound, key = self._namespace, block_keys(self._namespace, prompt(number))[0]
         header = header_for(bound, key, NO_PARENT, payload, logical_start=0, producer=Incarnation(1))
-        copies.append(BlockCopy(header, payload))
-    return copies
+        return BlockCopy(header, payload)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from bench.channels import Mapped, Reads, channel, mapped
+from bench.peers.bare_verbs import BARE_READ, BareVerbs, bare_verbs
 from bench.peers.memory import MEMCPY, Buffers, memcpy, memcpy_run
 from bench.peers.mooncake_store import MooncakeStore, mooncake
 from bench.peers.raw_socket import Family, RawSocket, raw_socket
@@ -106,6 +107,20 @@ def _mooncake(working_set: int, sizes: Sequence[int]) -> Iterator[Source | str]:
 
 
 @dataclass(slots=True)
+class _BareVerbs:
+    verbs: BareVerbs
+
+    def ways(self, size_bytes: int, items: int) -> list[Way]:
+        return [Way(BARE_READ, self.verbs.one(size_bytes), self.verbs.run(size_bytes, items))]
+
+
+@contextmanager
+def _bare_verbs(working_set: int, sizes: Sequence[int]) -> Iterator[Source | str]:
+    with bare_verbs(working_set, max(sizes)) as verbs:
+        yield verbs if isinstance(verbs, str) else _BareVerbs(verbs)
+
+
+@dataclass(slots=True)
 class _Channel:
     name: str
     pool: Pool
@@ -150,6 +165,7 @@ SOURCES: dict[str, Open] = {
     "unix-socket": partial(_socket, "unix"),
     "redis": _redis,
     "mooncake": _mooncake,
+    "bare-verbs": _bare_verbs,
     "view": _views,
     "shm": partial(_transport, "shm"),
     "tcp": partial(_transport, "tcp"),

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from bench.peers import mooncake_store
+from bench.peers.bare_verbs import bare_verbs
 from bench.peers.memory import Buffers, memcpy
 from bench.peers.mooncake_store import mooncake
 from bench.peers.raw_socket import Family, raw_socket
@@ -55,6 +56,16 @@ def test_mooncake_answers():
         for size_bytes in (64, 64 << 10):
             operations = [*store.gets(size_bytes), store.run(size_bytes, 3)]
             assert [len(operation.times(2)) for operation in operations] == [2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_bare_verbs_reads():
+    with bare_verbs(2, 4096) as verbs:
+        if isinstance(verbs, str):
+            pytest.skip(verbs)
+        assert len(verbs.one(64).times(5)) == 5
+        assert len(verbs.run(4096, 16).times(5)) == 5
 
 
 def test_a_missing_peer_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object):
