@@ -118,6 +118,8 @@ class TcpProvider:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_JOIN_TIMEOUT_S)
         assert not self._thread.is_alive(), "nothing in the serving thread blocks"
+        self._epoll.close()
+        os.close(self._wake)
 
     def _run(self) -> None:
         try:
@@ -129,8 +131,6 @@ class TcpProvider:
             for serving in list(self._streams.values()):
                 self._end(serving)
             self._listener.close()
-            self._epoll.close()
-            os.close(self._wake)
 
     def _turn(self, descriptor: int, events: int) -> None:
         serving = self._streams.get(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 512 << 10
 """In the kernel, each way; the system's limit may be lower."""
 SILENCE_MAX_S = 15
 """After so long without an acknowledgement, of data or of a keepalive, the other host counts as gone; so does
