@@ -19,15 +19,15 @@ from l2_rdma.transports.poll import PollLoop
 from l2_rdma.transports.port import Ask, Operation, TransportName
 from l2_rdma.transports.tcp.channel import TcpChannel
 from l2_rdma.transports.tcp.protocol import (
+    GOODBYE,
     HELLO,
     MAGIC,
-    REPLY,
     WELCOME,
-    Status,
     TcpAnswer,
     TcpOffer,
     TcpProposal,
     goodbye_error,
+    reply_head,
 )
 from l2_rdma.transports.tcp.sockets import bound_receive, tune
 from l2_rdma.transports.tcp.stream import Stream
@@ -37,6 +37,7 @@ BLOCK_S = 0.002
 """How long others may have to wait while the replies of the only busy stream are received in one call."""
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_SLEEP_MAX_S = 3600.0  # epoll counts milliseconds in 31 bits
 _NEVER = float("inf")
 
 
@@ -162,7 +163,7 @@ class TcpTransport:
                 return
             now = self._clock()
             with self._lock:
-                until = min(now + timeout_s, self._earliest)
+                until = min(now + min(timeout_s, _SLEEP_MAX_S), self._earliest)
                 self._wakes_at = until
             events = self._epoll.poll(max(0.0, until - now))
             self._wakes_at = -_NEVER
@@ -215,14 +216,13 @@ class TcpTransport:
         tune(connected)
         connected.settimeout(self._left_s(deadline))
         connected.sendall(hello)
-        start = self._receive_whole(connected, REPLY.size, deadline)
-        if not start.startswith(MAGIC):
-            number, status, reason = REPLY.unpack(start)
-            if (number, status) == (0, Status.GOODBYE):
+        welcome = self._receive_whole(connected, WELCOME.size, deadline)
+        magic, incarnation, region_bytes = WELCOME.unpack(welcome)
+        if magic != MAGIC:
+            number, status, reason = reply_head(0).unpack(welcome)
+            if (number, status) == (0, GOODBYE):
                 raise goodbye_error(reason)
             raise Corrupt("what answers on the pool's port does not speak this protocol")
-        welcome = start + self._receive_whole(connected, WELCOME.size - REPLY.size, deadline)
-        _, incarnation, region_bytes = WELCOME.unpack(welcome)
         if (incarnation, region_bytes) != (header.incarnation, header.layout.region_bytes):
             raise Unavailable("another life of the pool answers on its port; ask it for its offers anew")
         bound_receive(connected, BLOCK_S)
