@@ -41,7 +41,8 @@ WELCOME = struct.Struct("<8sQQ40x")
 REQUEST = struct.Struct("<B3xIQQQ32x")
 """kind, number, offset and two words: the length and 0, the amount and 0, or what is expected and desired."""
 REPLY_HEADS = [struct.Struct(f"<IIQ{padding}x") for padding in range(ALIGNMENT)]
-"""By padding: number, status, and the length of a read or write, the old word of an atomic, or why goodbye."""
+"""By padding: number, status, and the length of a read or write, the old word of an atomic, or why
+goodbye."""
 HEAD_BYTES_MAX = REPLY_HEADS[-1].size
 
 READ, WRITE, FETCH_ADD, COMPARE_SWAP = range(1, 5)
