@@ -63,7 +63,7 @@ class PollLoop:
     def _follow(self, operation: Operation) -> None:
         """Sleep until the leader has polled, or has given up the lead.  It ends what is overdue, ours too."""
         with self._changed:
-            self._follower_count += 1  # before the look: who ends it afterwards sees that somebody waits
+            self._follower_count += 1  # before we look: a leader that sees nobody follow tells nobody
             try:
                 if self._led and not operation.done:
                     self._changed.wait(max(operation.deadline - self._clock(), _OVERDUE_S))
