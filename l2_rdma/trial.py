@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import secrets
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 from kvcomm.block import Incarnation
 from kvcomm.credentials import Credentials
-from kvcomm.errors import KVCommError, Refused
+from kvcomm.errors import ConfigError, KVCommError, Refused
 from kvcomm.rpc import Connection, Identity
 from kvcomm.wire.messages import ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 from l2_rdma.probing import measure
+from l2_rdma.transports.facts import facts_of
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Transport, WireOptions
 
@@ -61,10 +60,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         return WireOptions(listen_host=self.listen_host, rdma_device=self.rdma_device)
 
 
-class Serving(msgspec.Struct, frozen=True):
-    """The answer of ``serve``: it can be called."""
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``serve``: where it can be called, or ``refused`` says why there is no such pool."""
 
-    address: str
+    address: str = ""
+    refused: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,10 @@ def main(role: str) -> None:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     signal.setitimer(signal.ITIMER_REAL, order.timeout_s)  # its signal ends the process: we handle none
     if role == "serve":
-        asyncio.run(_serve(order, answers))
+        try:
+            asyncio.run(_serve(order, answers))
+        except (KVCommError, ConfigError) as error:
+            _answer(answers, Serving(refused=str(error)))
     else:
         _answer(answers, _read(order))
 
@@ -95,7 +98,7 @@ async def _serve(order: Order, answers: int) -> None:
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
 
     def ready(running: RunningPool) -> None:
-        _answer(answers, Serving(running.addresses[0]))
+        _answer(answers, Serving(address=running.addresses[0]))
 
     directory = Path(order.directory)
     await run_pool(
@@ -126,10 +129,10 @@ def _read(order: Order) -> Outcome:
     deadline = time.monotonic() + order.timeout_s
     facts: dict[str, str] = {}
     try:
-        facts |= _facts(order)
         found = find_transports([order.transport], order.wires)
         if found.refused:
             raise Refused(found.refused[order.transport])
+        facts = facts_of(order.transport, order.wires)
         (transport,) = found.running.values()
         try:
             return _measured(order, transport, facts, deadline)
@@ -174,16 +177,6 @@ def _open_channel(connection: Connection, transport: Transport, deadline: float)
         return answer.answer
 
     return transport.connect(offer, RegionHeader.unpack(said.header), ask, deadline)
-
-
-def _facts(order: Order) -> dict[str, str]:
-    """What the transport's module tells a person of this host, where it tells anything."""
-    try:
-        module = importlib.import_module(f"l2_rdma.transports.{order.transport}")
-    except ImportError:
-        return {}
-    facts = getattr(module, "facts", None)
-    return cast("dict[str, str]", facts(order.wires)) if facts else {}
 
 
 def _own_stdout() -> int:

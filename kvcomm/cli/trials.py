@@ -70,8 +70,10 @@ class Trials:
         try:
             with _directory() as directory, self._child("serve") as server, self._child("read") as reader:
                 server.tell(self._order(transport, directory=str(directory), secret=secret))
-                address = server.answer(Serving, deadline).address
-                reader.tell(self._order(transport, address=address, token=token))
+                serving = server.answer(Serving, deadline)
+                if serving.refused:
+                    return Trial(transport, "refused", f"no pool can be made: {serving.refused}")
+                reader.tell(self._order(transport, address=serving.address, token=token))
                 trial = self._trial(transport, reader, deadline)
                 if trial.verdict != "works":
                     server.check_alive()  # else the reader only saw it go

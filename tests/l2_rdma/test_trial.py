@@ -90,3 +90,9 @@ def test_a_transport_that_is_none_is_refused() -> None:
     with child("read", order("pigeon", address="unix:///nowhere", token="t")) as reader:
         said, _ = reader.communicate(timeout=PATIENCE_S)
     assert "pigeon" in msgspec.json.decode(said, type=Outcome).refused
+
+
+def test_a_pool_without_a_place_says_so(tmp_path: Path) -> None:
+    with child("serve", order(directory=f"{tmp_path}/none")) as server:
+        said, _ = server.communicate(timeout=PATIENCE_S)
+    assert f"{tmp_path}/none" in msgspec.json.decode(said, type=Serving).refused

@@ -45,6 +45,11 @@ def test_a_refusal_keeps_its_reason() -> None:
     assert scripted("refuses").between_processes("verbs") == Trial("verbs", "refused", "the peer is gone")
 
 
+def test_a_pool_that_cannot_be_made_is_a_refusal() -> None:
+    trial = scripted("no-room").between_processes("verbs")
+    assert trial == Trial("verbs", "refused", "no pool can be made: /dev/shm is full")
+
+
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -39,6 +39,9 @@ def main(how: str, role: str) -> None:
     if how == "pool-dies-under-the-client" and role == "serve":
         say(SERVING)
         end_with(signal.SIGBUS)
+    if how == "no-room" and role == "serve":
+        say({"refused": "/dev/shm is full"})
+        return
     say(SERVING if role == "serve" else REFUSED if "dies" in how or "refuses" in how else WORKS)
     if role == "serve":
         sys.stdin.read()
