@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from kvcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcomm.cli.transports import PoolTrials
+    from kvcomm.cli.trials import Trial
     from kvcomm.config import Config
     from kvcomm.instance import Instance
 
@@ -237,10 +238,24 @@ def _transports(visit: Visit) -> Iterator[PoolTrials]:
     network = settings.network
     trials = Trials(WireOptions(network.listen_host, network.rdma_device))
     for pool, address, token in _pools(visit, settings):
-        attempt = partial(trials.to_pool, address=address, token=token)
-        yield try_all(pool, TRANSPORTS, network.transports, attempt)
+        attempt: Callable[[str], Trial] = partial(trials.to_pool, address=address, token=token)
+        yield try_all(pool, TRANSPORTS, network.transports, _with_gpu_direct(attempt))
     if not visit.peer and not visit.instance:
-        yield try_all("a pool of this host", TRANSPORTS, network.transports, trials.between_processes)
+        attempt = _with_gpu_direct(trials.between_processes)
+        yield try_all("a pool of this host", TRANSPORTS, network.transports, attempt)
+
+
+def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
+    """What is known of RDMA and GPU memory belongs to what RDMA tells of itself."""
+    from kvcomm.cli.hardware import Host, gpu_direct
+
+    def told(transport: str) -> Trial:
+        trial = attempt(transport)
+        if "device" not in trial.facts or transport != "verbs":
+            return trial
+        return replace(trial, facts=trial.facts | {"gdr": gpu_direct(Host.here())})
+
+    return told
 
 
 def _pools(visit: Visit, settings: Config) -> Iterator[tuple[str, str, str]]:

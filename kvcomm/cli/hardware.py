@@ -77,6 +77,16 @@ def hardware_findings(host: Host, pool_bytes: int) -> Iterator[Finding]:
         yield from (_nearest(host, gpu, devices) for gpu in gpus)
 
 
+def gpu_direct(host: Host) -> str:
+    """Whether RDMA could reach GPU memory here, in a few words."""
+    if not _gpus(host):
+        return "no: no GPU"
+    finding = _gpu_direct(host)
+    return (
+        f"possible: {finding.text}" if finding.verdict == "ok" else f"no: {finding.text.partition(': ')[2]}"
+    )
+
+
 def _rdma_device(host: Host, device: str) -> Iterator[Finding]:
     base = Path("sys/class/infiniband") / device
     firmware = host.text(base / "fw_ver")

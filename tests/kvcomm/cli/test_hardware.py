@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcomm.cli.finding import Finding
-from kvcomm.cli.hardware import Host, hardware_findings
+from kvcomm.cli.hardware import Host, gpu_direct, hardware_findings
 
 POOL_BYTES = 1 << 30
 GPU = "0000:3b:00.0"
@@ -182,6 +182,13 @@ def test_what_lets_a_nic_at_gpu_memory(
     (direct,) = machine.findings(kernel=kernel)["gpudirect"]
     assert direct.verdict == verdict
     assert says in direct.text
+    in_short = gpu_direct(Host(machine.root, None, kernel))
+    assert in_short.startswith("possible: " if verdict == "ok" else "no: ")
+    assert says in in_short
+
+
+def test_nothing_can_be_reached_where_there_is_no_gpu(machine: Machine) -> None:
+    assert gpu_direct(Host(machine.root, None, "6.1.0")) == "no: no GPU"
 
 
 def test_gpus_are_named_and_find_their_nearest_nic(machine: Machine) -> None:
