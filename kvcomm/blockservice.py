@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.blockstore import ANY_TENANT, BlockStore, Depot, Lease
+from kvcomm.channels import Channels
 from kvcomm.errors import Refused, TooLarge
 from kvcomm.machine import ConnectionId, Origin
 from kvcomm.serve import ReplyFunction
@@ -37,6 +38,10 @@ from kvcomm.wire.messages import (
     BlockReserved,
     BlockStored,
     BlockSuspect,
+    ChannelAsk,
+    ChannelOffers,
+    ChannelOpen,
+    ChannelOpened,
     Done,
     Failure,
     Grant,
@@ -73,6 +78,7 @@ class BlockService:
         epoch: Callable[[], int] = lambda: 0,
         depot: Depot | None = None,
         cluster: bytes | None = None,
+        channels: Channels | None = None,
     ) -> None:
         """
         Args:
@@ -82,6 +88,7 @@ class BlockService:
             depot: beneath the store.
             cluster: tenant digest of the cluster's own nodes, who copy the blocks of every tenant; what they
                 read is no use of a block.
+            channels: one-sided ways into the region, beside the file that ``region`` names.
         """
         self._store = store
         self._clock = clock
@@ -89,6 +96,7 @@ class BlockService:
         self._epoch = epoch
         self._depot = depot
         self._cluster = cluster
+        self._channels = channels
         self.grant_counts: dict[str, int] = {}
         """Reservations asked for since start, by the answer."""
         # Puts whose payload is being received.
@@ -102,6 +110,8 @@ class BlockService:
             BlockPut: self._put,
             BlockSuspect: self._suspect,
             PinOpen: self._open_pins,
+            ChannelAsk: self._offer_channels,
+            ChannelOpen: self._open_channel,
         }
 
     def answers(self, message: Message) -> bool:
@@ -142,6 +152,8 @@ class BlockService:
     def closed(self, connection: ConnectionId) -> None:
         for arriving in [key for key in self._arriving if key[0] == connection]:
             del self._arriving[arriving]
+        if self._channels is not None:
+            self._channels.close(connection)  # first: what it reserved must not be written to any more
         self._store.release_holder(connection)
 
     def _get(self, origin: Origin, message: BlockGet, reply: ReplyFunction) -> None:
@@ -189,7 +201,11 @@ class BlockService:
         assert isinstance(message, BlockReserve)
         self._require_region(origin)
         wants = _checked_wants(message.wants)
-        return BlockReserved(self._grant(origin, wants))
+        grants = self._grant(origin, wants)
+        if self._channels is not None and self._channels.writes_unseen(origin.connection):
+            granted = [grant.token for grant in grants if grant.status == "granted"]
+            self._store.expose(granted)
+        return BlockReserved(grants)
 
     def _grant(self, origin: Origin, wants: list[Want]) -> list[Grant]:
         """First copy wins, also where only the depot has it."""
@@ -237,6 +253,24 @@ class BlockService:
         assert isinstance(message, PinOpen)
         self._require_region(origin)
         return PinRange(*self._store.open_pins(origin.connection, max(0, message.slots)))
+
+    def _offer_channels(self, origin: Origin, message: Message) -> Message:
+        return self._channels.offers(origin.tenant) if self._channels else ChannelOffers(b"", [], [])
+
+    def _open_channel(self, origin: Origin, message: Message) -> Message:
+        assert isinstance(message, ChannelOpen)
+        if self._channels is None:
+            raise Refused("this server has no memory that can be read one-sided")
+        answer = self._channels.open(origin.connection, origin.tenant, message.transport, message.proposal)
+        return ChannelOpened(answer)
+
+    def fence_late_writers(self) -> None:
+        """Close the channels of those whose reservations ran out while they could still be writing through
+        them; then what they held goes to others."""
+        for holder in self._store.late_writers():
+            assert self._channels is not None, "only a holder of channels writes unseen"
+            self._channels.close(holder)
+            self._store.fenced(holder)
 
     def _require_region(self, origin: Origin) -> None:
         """One-sided work is for those who have the region: others would empty it with a few words, and

@@ -104,6 +104,19 @@ class BlockStore(Protocol):
         """
         ...
 
+    def expose(self, tokens: Sequence[int]) -> None:
+        """The holder of these reservations writes through a one-sided channel, which nobody here sees: like
+        :meth:`extent`, and :meth:`fenced` ends it too."""
+        ...
+
+    def late_writers(self) -> list[int]:
+        """Holders whose exposed reservations have run out, and who may still be writing."""
+        ...
+
+    def fenced(self, holder: int) -> None:
+        """This holder's channels are closed: what it left exposed is written to no more."""
+        ...
+
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
         """Make the copies visible; ``published``, ``expired`` or ``corrupt`` each.
 

@@ -10,6 +10,8 @@ the decisions (which peers, what to retry, what to verify) and no socket:
   asking somebody else too (hedging) without giving up who was asked first.
 * ``Park(waiter)`` waits for another operation of this process (single flight); resumed with whether it is
   done.
+* ``Work(call)`` runs I/O of another kind than messages (one-sided reads), which blocks; resumed with its
+  result.
 * ``Emit(item)`` hands an item to whoever iterates over the operation (``fetch`` streaming blocks as they
   arrive).
 
@@ -108,11 +110,29 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Resumed with what ``call(deadline)`` returned, monotonic seconds; what it raises ends the operation.
+
+    ``call`` blocks until then at most.  The asyncio driver runs it in a thread, and leaves it to its deadline
+    when the operation is cancelled.
+    """
+
+    call: Callable[[float], Any]
+    timeout_s: float | None = None
+    """Give up after so long, even if the operation's deadline is later."""
+
+    def deadline(self, now: float, latest: float) -> float:
+        """For the drivers: until when ``call`` may take, begun ``now`` in an operation that has until
+        ``latest``."""
+        return latest if self.timeout_s is None else min(latest, now + self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     item: Any
 
 
-Step = Submit | Wait | WaitAny | Park | Emit
+Step = Submit | Wait | WaitAny | Park | Work | Emit
 Steps = Generator[Step, Any, T]
 """An operation that returns ``T``.  Deadlines belong to the driver: every operation runs under one."""
 

@@ -81,7 +81,9 @@ class _Slot:
     expires_at: float
     state: Literal["reserved", "published", "retired"] = "reserved"
     exposed: bool = False
-    """A socket of this process may be receiving into it."""
+    """Somebody may be writing to it who is seen by no hazard: a socket of this process, or a channel."""
+    by_channel: bool = False
+    """It is exposed to its holder's channels."""
     leases: int = 0
     parent: BlockKey = NO_PARENT
     entry: int | None = None
@@ -198,6 +200,23 @@ class Owner:
         slot = self._reserved[token]
         slot.exposed = True
         return self._memory[slot.offset : slot.offset + slot.copy_bytes]
+
+    def expose(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            slot = self._reserved[token]
+            slot.exposed = slot.by_channel = True
+
+    def late_writers(self) -> list[int]:
+        return sorted({slot.holder for slot in self._late.values() if slot.by_channel})
+
+    def fenced(self, holder: int) -> None:
+        for slot in [*self._late.values(), *self._reserved.values()]:
+            if slot.holder != holder or not slot.by_channel:
+                continue
+            if slot.state == "reserved":
+                slot.exposed = slot.by_channel = False
+            else:
+                self._written(slot.generation, holder)
 
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
         self._expire(now)

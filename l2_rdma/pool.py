@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcomm.block import Incarnation
@@ -25,6 +25,9 @@ from l2_rdma.fence import barrier_everywhere, grace_s
 from l2_rdma.layout import plan_layout
 from l2_rdma.owner import Owner
 from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
+from l2_rdma.transports.desk import Desk
+from l2_rdma.transports.known import find_providers
+from l2_rdma.transports.port import WireOptions
 
 BACK_SLICE_BYTES = 64 << 20
 _TICK_MIN_S = 0.001
@@ -52,6 +55,9 @@ class PoolOptions:
     ahead_bytes: int | None = 256 << 20
     """Memory is put behind the region as it fills, so much ahead of need: a small cache costs little.
     ``None``: all of it at once, in the background; nobody else can take it then."""
+    transports: Sequence[str] = ("shm",)
+    """One-sided ways in that are offered, of those that run here (``network.transports``)."""
+    wires: WireOptions = field(default_factory=WireOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class RunningPool:
     server: DataServer
     grant_counts: Mapping[str, int]
     """Reservations asked for since start, by the answer."""
+    refused_transports: Mapping[str, str]
+    """What was to be offered and cannot run here, and why."""
 
 
 @asynccontextmanager
@@ -149,8 +157,14 @@ async def run_pool(
     async with block_region(
         node=node, instance=instance, incarnation=incarnation, tenant=digest, options=options
     ) as (owner, region):
+        found = find_providers(options.transports, region, options.wires)
+        desk = Desk(region.header, list(found.running.values()), found.refused)
         service = BlockService(
-            owner, clock, region=lambda caller: str(region.path) if caller == digest else "", epoch=epoch
+            owner,
+            clock,
+            region=lambda caller: str(region.path) if caller == digest else "",
+            epoch=epoch,
+            channels=desk,
         )
         server = DataServer(
             service,
@@ -161,16 +175,17 @@ async def run_pool(
             credentials=credentials,
         )
         try:
+            bound = await server.start(addresses)
             ready(
-                RunningPool(
-                    await server.start(addresses), str(region.path), owner, server, service.grant_counts
-                )
+                RunningPool(bound, str(region.path), owner, server, service.grant_counts, dict(found.refused))
             )
             while not stop.is_set():
                 owner.tick(clock())
+                service.fence_late_writers()
                 await _until(owner, stop, clock)
         finally:
             await server.close()
+            desk.stop()
 
 
 async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) -> None:

@@ -39,6 +39,7 @@ from l2_rdma.layout import (
     RegionHeader,
     RegionLayout,
 )
+from l2_rdma.words import Words
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "kvcomm-"
@@ -57,6 +58,7 @@ class Region:
         self.mapping = mapping
         self.memory = memoryview(mapping)
         self.words = self.memory.cast("Q")
+        self.atomics = Words(self.words, descriptor)
         self._descriptor = descriptor
         self._backed_bytes = 0
         self._backing = threading.Lock()
@@ -185,6 +187,14 @@ class Region:
     def _hazard_lock(self, first: int, count: int) -> bytes:
         start = self.header.layout.hazard_offset + first * WORD_BYTES
         return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, count * WORD_BYTES, 0)
+
+
+def host_id() -> bytes:
+    """Names this host and its shared memory: equal for two processes exactly if a path in ``/dev/shm`` means
+    the same file to both (containers of one host may each have their own)."""
+    there = os.stat(SHM_DIRECTORY)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{there.st_dev}/{there.st_ino}".encode()
 
 
 def reclaim_stale(directory: Path = SHM_DIRECTORY) -> list[str]:

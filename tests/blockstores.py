@@ -50,6 +50,8 @@ class DictStore:
     next_token: int = 1
     evicting: set[bool] = field(default_factory=set)
     """Whether reservations might evict; nothing is evicted here."""
+    exposed: list[int] = field(default_factory=list)
+    """Tokens that their holders write to unseen."""
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [key in self.copies and tenant in (ANY_TENANT, self.copies[key].tenant) for key in keys]
@@ -77,6 +79,15 @@ class DictStore:
 
     def extent(self, token: int) -> memoryview:
         return memoryview(self.reserved[token].buffer)
+
+    def expose(self, tokens: Sequence[int]) -> None:
+        self.exposed += tokens
+
+    def late_writers(self) -> list[int]:
+        return []
+
+    def fenced(self, holder: int) -> None:
+        raise AssertionError("nobody is late here")
 
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
         self.tick(now)

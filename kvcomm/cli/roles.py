@@ -66,7 +66,12 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             credentials=process.instance.credentials(),
             tenant=process.settings.security.tenant,
             addresses=process.listen_at,
-            options=PoolOptions(cache.l2_size_bytes, cache.l2_pin_budget_bytes, cache.reservation_ttl_s),
+            options=PoolOptions(
+                cache.l2_size_bytes,
+                cache.l2_pin_budget_bytes,
+                cache.reservation_ttl_s,
+                transports=process.settings.network.transports,
+            ),
             stop=stop,
             ready=ready,
         )

@@ -21,7 +21,7 @@ from kvcomm.errors import Unavailable, failure_to_error
 from kvcomm.rpc.session import Exchange, Identity, Session, lost_reason
 from kvcomm.rpc.sockets import connecting_result, start_connecting
 from kvcomm.rpc.stream import FrameStream
-from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny
+from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny, Work
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.messages import Failure, Ping, Welcome
 
@@ -198,7 +198,7 @@ class _Operation:
         self._deadline = deadline
         self._requests: list[Request] = []
 
-    async def perform(self, step: Step) -> list[Call] | Call | Answer | bool | None:
+    async def perform(self, step: Step) -> Any:
         if type(step) is Wait:
             request: Request = step.call.handle
             return request.exchange.answer or await request.answer()
@@ -212,6 +212,8 @@ class _Operation:
             return await self._wait_any(step)
         if type(step) is Park:
             return await self._park(step)
+        if type(step) is Work:
+            return await asyncio.to_thread(step.call, step.deadline(self._peers.clock(), self._deadline))
         return None
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, TooLarge, Unavailable, failure_to_error
 from kvcomm.rpc.link import Link
 from kvcomm.rpc.session import Exchange, Identity, lost_reason
-from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny
+from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny, Work
 from kvcomm.wire.frames import Frame, Sink
 from kvcomm.wire.messages import Failure, Message, Welcome
 
@@ -216,13 +216,15 @@ class _Operation:
         self._clock = peers.clock
         self._links: dict[str, Link] = {}
 
-    def perform(self, step: Step) -> list[Call] | Call | Answer | bool | None:
+    def perform(self, step: Step) -> Any:
         if type(step) is Wait:
             return self._wait(step.call.handle)
         if type(step) is WaitAny:
             return self._wait_any(step)
         if type(step) is Submit:
             return self._submit(step.asks)
+        if type(step) is Work:
+            return step.call(step.deadline(self._clock(), self.deadline))
         assert type(step) is Park, f"{step!r} is not a step"
         return self._park(step)
 

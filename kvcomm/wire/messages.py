@@ -613,6 +613,40 @@ class RecordFates(Message, frozen=True):
     fates: Many[RecordFate]
 
 
+# -- one-sided channels
+# --------------------------------------------------------------------------------------------------
+
+
+class ChannelAsk(Message, frozen=True):
+    """How can this node's region be reached one-sided?"""
+
+
+class ChannelOffer(msgspec.Struct, frozen=True, array_like=True):
+    transport: str
+    detail: bytes
+    """For the transport of that name alone."""
+
+
+class ChannelOffers(Message, frozen=True):
+    header: bytes
+    """The region's, packed; empty = its blocks are not for this tenant."""
+    offers: Many[ChannelOffer]
+    refused: Many[ChannelOffer]
+    """What this node was to offer and cannot; ``detail`` is the reason, in UTF-8."""
+
+
+class ChannelOpen(Message, frozen=True):
+    """One step of opening a channel, which lives as long as this connection."""
+
+    idempotent: ClassVar[bool] = False
+    transport: str
+    proposal: bytes
+
+
+class ChannelOpened(Message, frozen=True):
+    answer: bytes
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
@@ -623,4 +657,5 @@ MESSAGES: tuple[type[Message], ...] = (
     BlockHoldings, BlockHeld,
     RecordFates,
     StrongSettle, StrongSettling, StrongRemove,
+    ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
 )  # fmt: skip

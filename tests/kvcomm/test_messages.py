@@ -123,9 +123,13 @@ def test_messages_are_tagged_arrays_without_field_names() -> None:
     assert msgspec.msgpack.decode(body) == ["BlockGet", 1, [b"k"]]
 
 
-def test_only_puts_and_changes_must_not_be_repeated() -> None:
+def test_what_adds_up_must_not_be_repeated() -> None:
     """A retry is decided by this flag: a new message with an effect that adds up must say so."""
-    assert [cls.__name__ for cls in MESSAGES if not cls.idempotent] == ["RecordPut", "StrongChange"]
+    assert [cls.__name__ for cls in MESSAGES if not cls.idempotent] == [
+        "RecordPut",
+        "StrongChange",
+        "ChannelOpen",
+    ]
 
 
 def test_structs_inside_messages_are_arrays_too() -> None:

@@ -1,0 +1,92 @@
+"""``Words``: read-modify-write on 64-bit words of a region, atomic among all who do it this way.
+
+CPython has no atomic instructions on shared memory.  The kernel has locks on byte ranges that belong to an
+open file description and end with it: whoever changes a word holds the lock on its bytes (moved past the end
+of the region, where nothing else is locked) while it loads and stores.  A holder that is stopped in between
+costs the others their deadline, never their memory.
+
+Plain loads see every store whole.  Plain stores, and the atomics of a NIC, know nothing of these locks: a
+word that is counted belongs to one kind of transport.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from kvcomm.errors import Unavailable
+from l2_rdma.layout import WORD_BYTES, WORD_MASK
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: l_type, l_whence, l_start, l_len, l_pid
+_PAUSE_S = 0.0001
+
+
+class Words:
+    """The words of one mapped region, for one process.  Thread-safe.
+
+    Args:
+        words: the region as unsigned 64-bit words.
+        descriptor: of its file; locks belong to this open file description, and threads share it.
+        clock, sleep: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        words: memoryview,
+        descriptor: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._words = words
+        self._descriptor = descriptor
+        self._clock = clock
+        self._sleep = sleep
+        self._mine = threading.Lock()  # the kernel does not tell our threads apart
+
+    def fetch_add(self, offset: int, amount: int, deadline: float) -> int:
+        """What was there before.  Raises ``Unavailable``: somebody holds the word past ``deadline``."""
+        return self._exchange(offset, lambda old: (old + amount) & WORD_MASK, deadline)
+
+    def compare_swap(self, offset: int, expected: int, desired: int, deadline: float) -> int:
+        """What was there before; ``desired`` was stored if that is ``expected``.  Raises ``Unavailable``."""
+        return self._exchange(offset, lambda old: desired if old == expected else old, deadline)
+
+    def _exchange(self, offset: int, change: Callable[[int], int], deadline: float) -> int:
+        if not self._mine.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise Unavailable("the word is held by another thread")
+        try:
+            while not self._locked(offset):
+                if self._clock() >= deadline:
+                    raise Unavailable("the word is held by another process")
+                self._sleep(_PAUSE_S)
+            try:
+                index = offset // WORD_BYTES
+                old = self._words[index]
+                new = change(old)
+                if new != old:
+                    self._words[index] = new
+                return old
+            finally:
+                self._lock(fcntl.F_UNLCK, offset)
+        finally:
+            self._mine.release()
+
+    def _locked(self, offset: int) -> bool:
+        try:
+            self._lock(fcntl.F_WRLCK, offset)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def _lock(self, kind: int, offset: int) -> None:
+        start = self._words.nbytes + offset
+        lock = _FLOCK.pack(kind, os.SEEK_SET, start, WORD_BYTES, 0)
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, lock)
