@@ -22,6 +22,11 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
     ctypes.memmove(_address(destination, _WRITABLE), _address(source, _SIMPLE), source.nbytes)
 
 
+def address_of(view: memoryview) -> int:
+    """Of the first byte of contiguous memory, read-only memory included; valid while ``view`` lives."""
+    return _address(view, _SIMPLE)
+
+
 class _PyBuffer(ctypes.Structure):
     """CPython's ``Py_buffer`` (part of the stable ABI since 3.11); only ``buf`` is looked at."""
 

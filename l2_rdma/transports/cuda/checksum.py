@@ -126,9 +126,9 @@ def _compiled(nvrtc: Any, capability: tuple[int, int]) -> bytes:
         status, size = nvrtc.nvrtcGetProgramLogSize(program)
         if int(status) or not size:
             return ""
-        text = b" " * size
+        text: bytes = b" " * size
         nvrtc.nvrtcGetProgramLog(program, text)
-        return "\n" + text.decode(errors="replace").rstrip("\0")
+        return str("\n" + text.decode(errors="replace").rstrip("\0"))
 
     status, program = nvrtc.nvrtcCreateProgram(CUDA_SOURCE.encode(), b"xxh3.cu", 0, [], [])
     if int(status):
@@ -143,4 +143,4 @@ def _compiled(nvrtc: Any, capability: tuple[int, int]) -> bytes:
     (status,) = nvrtc.nvrtcGetCUBIN(program, image)
     check(status, "compiling the digest kernels")
     nvrtc.nvrtcDestroyProgram(program)
-    return image
+    return bytes(image)

@@ -1,11 +1,11 @@
 """``Gpu``: the port to one GPU, and ``DeviceBuffer``, memory on it.
 
-Only what one-sided reads need: memory, handles that let other processes map it, ordered copies, and the digest
-of payloads where they are.  ``runtime`` implements it with CUDA; tests have one of plain shared memory, so that
-everything above runs where there is no GPU.
+Only what one-sided reads need: memory, handles that let other processes map it, ordered copies, and the
+digest of payloads where they are.  ``runtime`` implements it with CUDA; tests have one of plain shared
+memory, so that everything above runs where there is no GPU.
 
-Addresses are plain numbers.  On a host with CUDA every address, of host and device memory alike, is unique in a
-process (unified virtual addressing), so a copy needs no word on which side its ends are.
+Addresses are plain numbers.  On a host with CUDA every address, of host and device memory alike, is unique
+in a process (unified virtual addressing), so a copy needs no word on which side its ends are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class DeviceBuffer:
 
     def __post_init__(self) -> None:
         if self.pointer <= 0 or self.nbytes < 0:
-            raise ValueError(f"a device buffer has an address and a length, not {self.pointer}, {self.nbytes}")
+            raise ValueError(
+                f"a device buffer has an address and a length, not {self.pointer}, {self.nbytes}"
+            )
 
     @staticmethod
     def of(array: Any) -> DeviceBuffer:

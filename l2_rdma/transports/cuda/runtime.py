@@ -1,17 +1,20 @@
-"""``CudaGpu``: a GPU through NVIDIA's own bindings (``cuda.bindings``), which are imported when one is opened.
+"""``CudaGpu``: a GPU through NVIDIA's own bindings (``cuda.bindings``), which are imported when one is
+opened.
 
-What CUDA reports as failure becomes ``Unavailable`` with the name of the call: a process whose GPU failed cannot
-use it again, and goes on without.  Handles, streams and events are CUDA's; no part of this knows torch.
+What CUDA reports as failure becomes ``Unavailable`` with the name of the call: a process whose GPU failed
+cannot use it again, and goes on without.  Handles, streams and events are CUDA's; no part of this knows
+torch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from kvcomm.errors import ConfigError, KVCommError, Refused, Unavailable
+from kvcomm.errors import ConfigError, Refused, Unavailable
 from l2_rdma.transports.cuda.checksum import DigestKernels
 
 ALLOCATION_UNIT_BYTES = 2 << 20
@@ -51,7 +54,7 @@ class CudaGpu:
     def __init__(self, ordinal: int, runtime: Any, driver: Any, nvrtc: Any) -> None:
         self.ordinal = ordinal
         self._runtime = runtime
-        self._driver = driver
+        self.driver = driver
         self._lock = threading.Lock()
         self._opened: dict[bytes, tuple[int, int]] = {}
         """Handle to (address, how often); CUDA maps a handle once a process."""
@@ -117,7 +120,9 @@ class CudaGpu:
         self.use()
         raw = self._runtime.cudaIpcMemHandle_t()
         raw.reserved = handle
-        status, pointer = self._runtime.cudaIpcOpenMemHandle(raw, self._runtime.cudaIpcMemLazyEnablePeerAccess)
+        status, pointer = self._runtime.cudaIpcOpenMemHandle(
+            raw, self._runtime.cudaIpcMemLazyEnablePeerAccess
+        )
         if int(status):
             raise Refused(f"{self.name} cannot map the pool's memory: {_text(self._runtime, status)}")
         return int(pointer)
@@ -142,7 +147,7 @@ class CudaGpu:
         self.use()
         with self._lock:
             if self._kernels is None:
-                self._kernels = DigestKernels(self, self._driver, self._nvrtc)
+                self._kernels = DigestKernels(self, self.driver, self._nvrtc)
             return self._kernels.digests(extents)
 
     # -- the bindings
@@ -229,11 +234,10 @@ class CudaMarker:
 
 
 def dma_buf_support(gpu: CudaGpu, pointer: int, nbytes: int) -> str:
-    """Whether the driver would give GPU memory to a network card (GPUDirect RDMA by dma-buf): ``"yes"``, or why
+    """Whether the driver would give GPU memory to a network card (GPUDirect RDMA by dma-buf): ``"yes"``, or
+    why
     not.  The file descriptor that it makes to find out is closed again."""
-    import os
-
-    driver = gpu._driver
+    driver = gpu.driver
     gpu.use()
     kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
@@ -254,6 +258,3 @@ def _text(runtime: Any, status: Any) -> str:
     _, name = runtime.cudaGetErrorName(status)
     _, text = runtime.cudaGetErrorString(status)
     return f"{name.decode()} ({text.decode()})"
-
-
-__all__ = ["CudaGpu", "CudaMarker", "CudaStream", "KVCommError", "dma_buf_support", "open_gpu"]

@@ -1,9 +1,9 @@
 """xxh3-64 as CUDA source: the payload checksum of every block header, computed where the payload is.
 
 Theory of operation.  xxh3-64 (Collet, xxHash specification, "XXH3 algorithm overview", inputs over 240 bytes)
-keeps eight 64-bit accumulators.  It walks blocks of 1024 bytes, 16 stripes of 64 bytes each; a stripe *adds* to
-the accumulators, and after each block they are *scrambled*.  Additions commute, so the sum that a block adds
-does not depend on what came before it:
+keeps eight 64-bit accumulators.  It walks blocks of 1024 bytes, 16 stripes of 64 bytes each; a stripe *adds*
+to the accumulators, and after each block they are *scrambled*.  Additions commute, so the sum that a block
+adds does not depend on what came before it:
 
 1. ``stripe_sums``: eight sums for each whole block of every payload, all in parallel, four threads a block.
    This is the part that reads the payload, at memory speed.
@@ -11,9 +11,9 @@ does not depend on what came before it:
    the stripes of the last, partial block; merges.  The steps depend on each other, the payloads do not.
 
 Why the real digest and not another one that is easier in parallel: a copy's header is checked on every path,
-on hosts and on GPUs, against one number.  A second digest would have to be made by every writer and carried by
-every copy, and a block that came from the network could not be verified on the GPU without trusting the host
-that it passed through.
+on hosts and on GPUs, against one number.  A second digest would have to be made by every writer and carried
+by every copy, and a block that came from the network could not be verified on the GPU without trusting the
+host that it passed through.
 
 The source is plain enough for a C++ compiler: tests build it for the host and compare it with ``xxhash``.
 """
@@ -139,13 +139,17 @@ static __device__ __forceinline__ u64 tail(u64 acc, const u8 *payload, u64 lengt
     const int stripes = (int)((length - 1 - done) / 64);
     for (int n = 0; n < stripes; ++n) {
         const u8 *stripe = payload + done + 64 * n;
-        acc += load_unaligned(stripe + 8 * (lane ^ 1)) + product(load_unaligned(stripe + 8 * lane) ^ secret[n + lane]);
+        acc += load_unaligned(stripe + 8 * (lane ^ 1));
+        acc += product(load_unaligned(stripe + 8 * lane) ^ secret[n + lane]);
     }
     const u8 *stripe = payload + length - 64;
-    return acc + load_unaligned(stripe + 8 * (lane ^ 1)) + product(load_unaligned(stripe + 8 * lane) ^ last[lane]);
+    acc += load_unaligned(stripe + 8 * (lane ^ 1));
+    return acc + product(load_unaligned(stripe + 8 * lane) ^ last[lane]);
 }
 
-static __device__ __forceinline__ u64 folded(u64 left, u64 right) { return (left * right) ^ HIGH_PRODUCT(left, right); }
+static __device__ __forceinline__ u64 folded(u64 left, u64 right) {
+    return (left * right) ^ HIGH_PRODUCT(left, right);
+}
 
 static __device__ __forceinline__ u64 merged(const u64 *acc, u64 length) {
     const u64 secret[8] = {MERGE_WORDS};
@@ -176,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(256) stripe_sums(const Payload *pay
             block_sum((const u8 *)payload.address + block * 1024, quarter, secret);
 }
 
-extern "C" __global__ void __launch_bounds__(32) digests(const Payload *payloads, const u64 *sums, u64 *results) {
+extern "C" __global__ void __launch_bounds__(32)
+digests(const Payload *payloads, const u64 *sums, u64 *results) {
     const Payload payload = payloads[blockIdx.x];
     const int lane = threadIdx.x;
     __shared__ u64 acc[8];
