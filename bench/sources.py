@@ -17,7 +17,7 @@ from bench.peers.memory import MEMCPY, Buffers, memcpy, memcpy_run
 from bench.peers.mooncake_store import MooncakeStore, mooncake
 from bench.peers.raw_socket import Family, RawSocket, raw_socket
 from bench.peers.redis_server import RedisServer, redis_server
-from bench.pool import Pool, pools
+from bench.pool import REGION_BYTES, Pool, pools
 from bench.timing import Operation
 
 OURS = "KVCOMM "
@@ -136,7 +136,12 @@ class _Channel:
 
 @contextmanager
 def _transport(name: str, working_set: int, sizes: Sequence[int]) -> Iterator[Source | str]:
-    with pools(1) as [pool], mapped(pool) as region, channel(pool, name) as reads:
+    room = _room(working_set, sizes)
+    with (
+        pools(1, region_bytes=room, transports=[name]) as [pool],
+        mapped(pool) as region,
+        channel(pool, name) as reads,
+    ):
         if isinstance(reads, str):
             yield reads
         else:
@@ -155,8 +160,13 @@ class _Views:
 
 @contextmanager
 def _views(working_set: int, sizes: Sequence[int]) -> Iterator[Source]:
-    with pools(1) as [pool], mapped(pool) as region:
+    with pools(1, region_bytes=_room(working_set, sizes)) as [pool], mapped(pool) as region:
         yield _Views(pool, region, working_set)
+
+
+def _room(working_set: int, sizes: Sequence[int]) -> int:
+    """A region for all blocks of all sizes; slots are rounded up, and each size class takes whole slabs."""
+    return max(REGION_BYTES, 3 * working_set * sum(sizes))
 
 
 SOURCES: dict[str, Open] = {

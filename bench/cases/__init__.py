@@ -5,6 +5,7 @@ from __future__ import annotations
 CASES = (
     "l2_view",
     "l2_copy",
+    "transports",
     "l3_block",
     "copies",
     "disk",
