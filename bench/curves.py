@@ -18,12 +18,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from bench.document import DOCUMENT, RECORDS, begin, written_into
 from bench.host import Host, wait_for_quiet
 from bench.scale import FULL, KIB, MIB, SMOKE, Scale, size_name
 from bench.sections import Point, Section, from_json, tables, to_json
 from bench.sources import SOURCES, Source, Way
 from bench.timing import Call, Rounds, Spread, clock_cost_s, interleave, repeated
 
+CURVES_FILE = "curves.json"
 SIZES = tuple(64 << 2 * step for step in range(10))
 """64 B to 16 MiB, each four times the last."""
 SMOKE_SIZES = (64, 4 * KIB)
@@ -43,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(tables(sections))
     if options.json:
         Path(options.json).write_bytes(to_json(sections))
+    if options.write_docs:
+        (RECORDS / CURVES_FILE).write_bytes(to_json(sections))
+        marker = begin("bench.curves")
+        DOCUMENT.write_text(written_into(DOCUMENT.read_text(), tables(sections), marker))
     return 0
 
 
@@ -75,6 +81,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the sections there")
     parser.add_argument("--merge", nargs="*", default=[], metavar="FILE", help="sections recorded elsewhere")
     parser.add_argument("--no-run", action="store_true", help="measure nothing, only merge")
+    parser.add_argument("--write-docs", action="store_true", help=f"record them beside {DOCUMENT.name}")
     parser.add_argument("--patience", type=float, default=0.0, metavar="S", help="wait so long for quiet")
     return parser.parse_args(arguments)
 

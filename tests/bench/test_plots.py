@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import crossover, plots
-from bench.plots import CROSSOVER, LATENCY, Line, bandwidths, crossings, latencies, slug, spread_apart
-from bench.sections import to_json
+from bench.plots import CROSSOVER, LATENCY, Line, bandwidths, crossings, latencies, spread_apart
+from bench.sections import slug, tables, to_json
 from tests.bench.test_crossover import curve
 from tests.bench.test_curves import section
 
@@ -87,11 +87,12 @@ def test_pictures_are_written_for_each_machine(tmp_path: Path):
     pytest.importorskip(
         "matplotlib", reason="the pictures are drawn with matplotlib (pip install kvcomm[bench])"
     )
+    assert plots.main([str(tmp_path)]) == 1, "there is nothing to draw"
     (tmp_path / "curves.json").write_bytes(to_json([section("here"), section("over there")]))
     found = crossover.Crossover("m", "d", [curve("life", 1.1, 0.9)])
     (tmp_path / "crossover.json").write_bytes(crossover.to_json(found))
-    files = ["--curves", str(tmp_path / "curves.json"), "--crossover", str(tmp_path / "crossover.json")]
-    assert plots.main([*files, "--into", str(tmp_path / "plots")]) == 0
+    assert plots.main([str(tmp_path)]) == 0
     kinds = [f"{kind}-{machine}" for kind in ("bandwidth", "latency") for machine in ("here", "over-there")]
-    names = sorted(path.stem for path in (tmp_path / "plots").iterdir())
-    assert names == sorted([*kinds, "crossover"])
+    assert sorted(path.stem for path in tmp_path.glob("*.svg")) == sorted([*kinds, "crossover"])
+    for name in kinds:
+        assert f"(plots/{name}.svg)" in tables([section("here"), section("over there")])
