@@ -129,6 +129,11 @@ class RegionLayout:
         return in_slots and offset % HEADER_BYTES == 0 and HEADER_BYTES <= copy_bytes <= self.slab_bytes
 
 
+def suspect_word(offset: int) -> int:
+    """Index of the word in which to leave a suspected slot's offset."""
+    return SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT
+
+
 def plan_layout(
     region_bytes: int,
     *,
