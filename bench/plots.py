@@ -41,7 +41,9 @@ COLOURS = {
     f"{OURS}shm view": "#3d7dff",
     f"{OURS}shm": "#6cb6ff",
     f"{OURS}tcp": "#a371f7",
-    f"{OURS}verbs": "#3d7dff",
+    f"{OURS}tcp get": "#7c4dff",
+    f"{OURS}verbs": "#6cb6ff",
+    f"{OURS}verbs get": "#3d7dff",
     f"{OURS}cuda": "#57ab5a",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")

@@ -127,11 +127,18 @@ class _Channel:
     region: Mapped
     reads: Reads
     working_set: int
+    gets: bool
+    """Blocks by their keys too, which nobody gets through shared memory: there a view is had."""
 
     def ways(self, size_bytes: int, items: int) -> list[Way]:
-        extents = self.region.payloads(self.pool.fill(self.working_set, size_bytes))
+        keys = self.pool.fill(self.working_set, size_bytes)
+        extents, reads = self.region.payloads(keys), self.reads
         one, run = f"{self.name} read", f"{self.name} reads of a run"
-        return [Way(one, self.reads.of(one, extents), self.reads.of(run, extents, items))]
+        ways = [Way(one, reads.of(one, extents), reads.of(run, extents, items))]
+        if self.gets:
+            one, run = f"{self.name} get", f"{self.name} gets of a run"
+            ways.append(Way(one, reads.blocks(one, keys), reads.blocks(run, keys, items)))
+        return ways
 
 
 @contextmanager
@@ -145,7 +152,7 @@ def _transport(name: str, working_set: int, sizes: Sequence[int]) -> Iterator[So
         if isinstance(reads, str):
             yield reads
         else:
-            yield _Channel(f"{OURS}{name}", pool, region, reads, working_set)
+            yield _Channel(f"{OURS}{name}", pool, region, reads, working_set, gets=name != "shm")
 
 
 @dataclass(slots=True)

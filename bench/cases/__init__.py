@@ -6,6 +6,7 @@ CASES = (
     "l2_view",
     "l2_copy",
     "transports",
+    "absent",
     "l3_block",
     "copies",
     "disk",

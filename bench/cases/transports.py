@@ -2,7 +2,7 @@
 
 Over TCP that is a blocking socket with no protocol, and what other stores do over TCP; over RDMA it is a loop
 of READs in pyverbs.  A read here is the transport's own: bytes of another process's region into memory that
-is there already, found and verified by nobody.
+is there already, found and verified by nobody.  A get is a block by its key: found in the index, verified.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from bench.timing import Operation, interleave, repeated
 
 IN_FLIGHT = 16
 TCP, TCP_RUN = "tcp: read", f"tcp: {IN_FLIGHT} reads at once, a read"
+TCP_GET = "tcp: get by key, verified"
+TCP_GET_RUN = f"tcp: {IN_FLIGHT} gets at once, a get"
 VERBS, VERBS_RUN = "verbs: read", f"verbs: {IN_FLIGHT} reads at once, a read"
 SOCKET_TIMES_MAX, STREAM_SHARE_MIN = 1.2, 0.9
 MOONCAKE_TIMES_MIN, REDIS_TIMES_MIN = 2.0, 1.5
@@ -47,7 +49,8 @@ def _tcp(scale: Scale, report: Report) -> None:
         if isinstance(reads, str):
             report.skip(f"reads of {size} over tcp", reads)
             return
-        extents = region.payloads(pool.fill(scale.working_set, size_bytes))
+        keys = pool.fill(scale.working_set, size_bytes)
+        extents = region.payloads(keys)
         raw = stack.enter_context(raw_socket(scale.working_set, size_bytes))
         stream = raw.stream(IN_FLIGHT)
         operations: list[Operation] = [
@@ -56,6 +59,8 @@ def _tcp(scale: Scale, report: Report) -> None:
             stream,
             reads.of(TCP, extents),
             reads.of(TCP_RUN, extents, IN_FLIGHT),
+            reads.blocks(TCP_GET, keys),
+            reads.blocks(TCP_GET_RUN, keys, IN_FLIGHT),
         ]
         missing = {}
         redis = stack.enter_context(redis_server())
@@ -72,7 +77,7 @@ def _tcp(scale: Scale, report: Report) -> None:
             operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
         )
     baselines = dict.fromkeys(list(rounds.seconds)[2:], RAW_SOCKET)
-    report.add(rounds, size, baselines | {RAW_SOCKET: MEMCPY, TCP_RUN: stream.name})
+    report.add(rounds, size, baselines | {RAW_SOCKET: MEMCPY, TCP_RUN: stream.name, TCP_GET_RUN: stream.name})
     over = rounds.ratio(TCP, RAW_SOCKET)
     report.claim(f"read of {size} over tcp, over a raw socket", "<=", SOCKET_TIMES_MAX, "x", over)
     share = rounds.ratio(stream.name, TCP_RUN)
@@ -83,8 +88,9 @@ def _tcp(scale: Scale, report: Report) -> None:
             report.skip(f"read of {size} over tcp against {peer}", missing[peer])
             continue
         best = rounds.fastest([name for name in rounds.seconds if name.startswith(peer)])
-        faster = rounds.ratio(best, TCP)
-        report.claim(f"read of {size} over tcp, against {best}", ">=", times_min, "x faster", faster)
+        for verb, name in (("read", TCP), ("get", TCP_GET)):
+            faster = rounds.ratio(best, name)
+            report.claim(f"{verb} of {size} over tcp, against {best}", ">=", times_min, "x faster", faster)
 
 
 def _verbs(scale: Scale, report: Report) -> None:
