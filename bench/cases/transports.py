@@ -87,7 +87,9 @@ def _tcp(scale: Scale, report: Report) -> None:
         if peer in missing:
             report.skip(f"read of {size} over tcp against {peer}", missing[peer])
             continue
-        best = rounds.fastest([name for name in rounds.seconds if name.startswith(peer)])
+        # The same wire, as between hosts: Redis has a faster one on its own.
+        rivals = [name for name in rounds.seconds if name.startswith(peer) and "unix" not in name]
+        best = rounds.fastest(rivals)
         for verb, name in (("read", TCP), ("get", TCP_GET)):
             faster = rounds.ratio(best, name)
             report.claim(f"{verb} of {size} over tcp, against {best}", ">=", times_min, "x faster", faster)
