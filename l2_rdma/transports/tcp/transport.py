@@ -9,7 +9,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import msgspec
 
@@ -62,13 +61,14 @@ class TcpTransport:
         self._earliest = _NEVER
         self._wakes_at = -_NEVER  # of the polling thread, if it sleeps
         self._closed = False
+        self._over = False  # and nobody polls any more
 
     def register(self, buffer: memoryview) -> TcpRegistration:
+        self._require_open()
         return TcpRegistration(buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> TcpChannel:
-        if self._closed or not self.ours:
-            raise ValueError("the transport is closed, or was made by the process this one was forked from")
+        self._require_open()
         try:
             where = msgspec.msgpack.decode(offer, type=TcpOffer)
             proposal = msgspec.msgpack.encode(TcpProposal(self._stream_count))
@@ -86,24 +86,39 @@ class TcpTransport:
             raise
         channel = TcpChannel(self, header, streams)
         with self._lock:
-            for stream in streams:
+            for stream in streams if not self._closed else ():
                 self._channels[stream.socket.fileno()] = channel, stream
                 self._epoll.register(stream.socket.fileno(), _IN)
+        if self._closed:
+            channel.close()
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
         self._loop.wait(operations)
 
     def close(self) -> None:
-        if self._closed:
+        if not self.ours:
+            self._abandon()
             return
-        self._closed = True
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             channels = {channel for channel, _ in self._channels.values()}
         for channel in channels:
             channel.close()
         self.wake()
-        with self._polling if self.ours else nullcontext():
+        with self._polling, self._lock:
+            self._over = True
+            self._epoll.close()
+            os.close(self._alarm)
+
+    def _abandon(self) -> None:
+        """In a forked child: only the descriptors are its own, and no lock can be trusted."""
+        if not self._over:
+            self._closed = self._over = True
+            for channel, _ in self._channels.values():
+                channel.close()
             self._epoll.close()
             os.close(self._alarm)
 
@@ -148,18 +163,23 @@ class TcpTransport:
         with self._lock:
             self._busy.discard(stream)
             self._sending.discard(stream)
-            del self._channels[stream.socket.fileno()]
-            self._epoll.unregister(stream.socket.fileno())
+            if self._channels.pop(stream.socket.fileno(), None) is not None:
+                self._epoll.unregister(stream.socket.fileno())  # closing does not, if a fork has it too
             stream.socket.close()
 
     def wake(self) -> None:
         """Whoever polls looks at its operations again."""
-        if self.ours:
-            os.eventfd_write(self._alarm, 1)
+        with self._lock:
+            if not self._over:
+                os.eventfd_write(self._alarm, 1)
+
+    def _require_open(self) -> None:
+        if self._closed or not self.ours:
+            raise ValueError("the transport is closed, or was made by the process this one was forked from")
 
     def _poll(self, timeout_s: float) -> None:
         with self._polling:
-            if self._closed:
+            if self._over:
                 return
             now = self._clock()
             with self._lock:
