@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import psutil
@@ -125,11 +126,15 @@ def test_a_silent_stranger_is_dismissed(wired: Wired, monkeypatch: pytest.Monkey
     assert is_over(stranger)
 
 
-def test_strangers_are_few(wired: Wired) -> None:
-    strangers = [wired.stranger() for _ in range(STRANGERS_MAX + 1)]
-    assert is_over(strangers[-1])
-    strangers[0].close()
-    until(lambda: wired.connect().broken is None)
+def test_strangers_are_few_and_keep_nobody_out(wired: Wired) -> None:
+    strangers = [wired.stranger() for _ in range(STRANGERS_MAX + 3)]
+    assert all(is_over(stranger) for stranger in strangers[:3])
+    assert wired.fetch(wired.connect(), wired.slots, 1) == b"\0"
+    assert len(wired.provider._strangers) < STRANGERS_MAX
+    friend = strangers[-1]
+    ticket = wired.ticket()
+    friend.sendall(HELLO.pack(MAGIC, ticket.number, ticket.secret))
+    assert friend.recv(64, socket.MSG_WAITALL).startswith(MAGIC)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def test_no_byte_arrives_after_close_holder(wired: Wired) -> None:
         request = REQUEST.pack(WRITE, 0, wired.slots, SLAB_BYTES, 0) + bytes([turn]) * SLAB_BYTES
         writer = threading.Thread(target=_send_all, args=(friend, request))
         writer.start()
-        until(lambda turn=turn: end[0] == turn)
+        until(partial(_starts_with, end, turn))
         pause.wait(rng.random() * 0.002)
         wired.provider.close_holder(HOLDER)
         end[:] = b"\xff" * 64
@@ -238,6 +243,10 @@ def test_no_byte_arrives_after_close_holder(wired: Wired) -> None:
         until(lambda: not wired.provider._streams)
         assert end == b"\xff" * 64, f"bytes of turn {turn} arrived after the holder was closed"
         friend.close()
+
+
+def _starts_with(view: memoryview, value: int) -> bool:
+    return view[0] == value
 
 
 def _send_all(friend: socket.socket, request: bytes) -> None:
