@@ -32,7 +32,7 @@ from l2_rdma.transports.tcp.tickets import Tickets
 HELLO_TIMEOUT_S = 5.0
 STREAMS_MAX = 4096
 STRANGERS_MAX = 64
-"""Streams that have not shown a ticket yet; beyond, the oldest is closed: who has a ticket shows it at once."""
+"""Streams that have not shown a ticket yet; beyond, the oldest is closed: who has one shows it at once."""
 STREAMS_PER_HOLDER_MAX = 64
 _BACKLOG = 256
 _JOIN_TIMEOUT_S = 5.0
