@@ -21,7 +21,8 @@ def count(name: str, directory: Path, word: int, times: int) -> None:
     for begin in range(0, times, 50):
         adding = [channel.fetch_add(offset, 1, soon()) for _ in range(min(50, times - begin))]
         transport.wait(adding)
-        assert [each.error for each in adding] == [None] * len(adding)
+        failed = [each.error for each in adding if each.error is not None]
+        assert not failed, failed[0]
     transport.close()
     control.close()
 
