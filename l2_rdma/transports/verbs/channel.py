@@ -243,7 +243,10 @@ class VerbsChannel:
             hub.drain(self._number, lambda: not self._posted, DRAIN_S_MAX)
         except self._binding.Error as failure:
             _log.debug("a queue pair could not be stopped, so it is destroyed at once: %s", failure)
-        self._pair.close()
+        try:
+            self._pair.close()
+        except self._binding.Error as failure:
+            _log.error("a queue pair of a device that is going away: %s", failure)
         hub.forget_completions(self._number)
         hub.places += len(self._posted)
         for request in [each for _, each in self._posted] + list(self._waiting):
@@ -262,7 +265,7 @@ class VerbsChannel:
         memory, address = None, 0
         if not self._hub.memory.empty:
             address = address_of(view, writable=kind == "read")
-            memory = self._hub.memory.find(address, view.nbytes)
+            memory = self._hub.memory.find(address, view.nbytes, writable=kind == "read")
         if memory is not None:
             self._split_registered(task, extent, memory, address)
             return operation

@@ -26,7 +26,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from l2_rdma.transports.verbs.binding import event_channel
+from kvcomm.errors import KVCommError, Unavailable
+from l2_rdma.transports.verbs.binding import event_channel, explain
 from l2_rdma.transports.verbs.bounce import Arena
 from l2_rdma.transports.verbs.device import Device, in_child, no_device_error
 from l2_rdma.transports.verbs.registered import MemoryTable
@@ -63,6 +64,10 @@ class Listener(Protocol):
         """End what is overdue, and say anew when the next is."""
         ...
 
+    def break_for(self, error: KVCommError) -> None:
+        """End everything."""
+        ...
+
 
 class Hub:
     """The shared part of one device's channels.  Thread-safe.
@@ -90,6 +95,7 @@ class Hub:
         self._ended_count = 0
         self._seen_count = 0
         self._sleeper: int | None = None
+        self._lost: Unavailable | None = None
         self._parts: list[Any] = []
         try:
             with no_device_error(device.binding, "the RDMA device cannot serve this process"):
@@ -134,7 +140,10 @@ class Hub:
             if listener is not None:
                 listener.completed(ticket & _TICKET_MASK, status)
         for listener in list(self._listeners.values()):
-            listener.pump()
+            if self._lost is None:
+                listener.pump()
+            else:
+                listener.break_for(self._lost)
 
     def drain(self, number: int, is_over: Callable[[], bool], limit_s: float) -> None:
         """Poll for the completions of one channel that is being stopped, until ``is_over`` or the limit; the
@@ -221,10 +230,18 @@ class Hub:
         """Every completion that there is: ticket (with its channel's number) and status."""
         taken, self._backlog = self._backlog, []
         while True:
-            count, completions = self.queue.poll(POLL_BATCH)
+            try:
+                count, completions = self.queue.poll(POLL_BATCH)
+            except self.device.binding.Error as error:
+                self._lose(error)
+                return taken
             taken += [(each.wr_id, each.status) for each in completions]
             if count < POLL_BATCH:
                 return taken
+
+    def _lose(self, error: Exception) -> None:
+        """The device cannot be used any more (unplugged, its driver unloaded)."""
+        self._lost = Unavailable(f"the RDMA device {self.device.report.device} is gone: {explain(error)}")
 
     def _sleep(self, timeout_s: float) -> None:
         with self.lock:
@@ -251,7 +268,10 @@ class Hub:
         ready = [descriptor for descriptor, _ in self._events.poll(math.ceil(limit_s * 1000))]
         with self.lock:
             if self._descriptor in ready and not self.closed:
-                self._channel.get_cq_event(self.queue)
-                self.queue.ack_events(1)
+                try:
+                    self._channel.get_cq_event(self.queue)
+                    self.queue.ack_events(1)
+                except self.device.binding.Error as error:
+                    self._lose(error)
         if self._wake in ready:
             os.eventfd_read(self._wake)
