@@ -2,8 +2,12 @@
 
 The cost of a read is modelled as latency plus size over bandwidth (Hockney, "The communication challenge for
 MPP", 1994), for a block of typical size.  A measurement of a few milliseconds on a busy host is noisy, so
-transports that differ by less than :data:`NOISE` count as equal, and the operator's order decides.  What is
-not used has its reason: nobody reads a pool the slow way without being told.
+transports that differ by less than :data:`NOISE` count as equal, and the operator's order decides.
+
+Memory of this host is another matter: it is read in place, without a copy (``l2_rdma.reader``), and no copy
+is cheaper than that.  So ``shm`` is used wherever it works, whatever its copies cost.
+
+What is not used has its reason: nobody reads a pool the slow way without being told.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from l2_rdma.transports.port import TransportName
 TYPICAL_BLOCK_BYTES = 2 << 20
 """A block of 16 tokens of an 8-billion-parameter model with grouped queries in 16 bits: 32 layers * 2 * 8
 heads * 128 * 2 bytes * 16."""
+IN_PLACE: TransportName = "shm"
+"""Reads without a copy."""
 NOISE = 0.25
 """Costs whose ratio is below ``1 + NOISE`` are equal."""
 
@@ -42,8 +48,8 @@ class Choice:
     used: TransportName | None
     """``None``: nothing reaches the pool one-sided."""
     ranking: tuple[Measured, ...]
-    """What works, cheapest first, but :attr:`used` before all that count as equal to it: the order in which
-    to go on when a channel breaks."""
+    """What works, cheapest first, but :attr:`used` before all others: the order in which to go on when a
+    channel breaks."""
     reasons: Mapping[str, str]
     """Of every other transport: why it is not used."""
 
@@ -66,11 +72,7 @@ def choose(
     allowed = [each for each in measured if each.transport in order]
     ranking = sorted(allowed, key=lambda each: (each.cost_s(block_bytes), order[each.transport]))
     if ranking:
-        limit_s = ranking[0].cost_s(block_bytes) * (1 + NOISE)
-        equals = [each for each in ranking if each.cost_s(block_bytes) < limit_s] or ranking[:1]
-        best = min(equals, key=lambda each: order[each.transport])
-        ranking.remove(best)
-        ranking.insert(0, best)
+        ranking.sort(key=_best(ranking, order, block_bytes).__ne__)  # it first, the rest as it was
     reasons = dict.fromkeys(preferred, "was not tried")
     reasons |= {each.transport: "not among network.transports" for each in measured}
     reasons |= {each.transport: _worse(each, ranking[0], block_bytes) for each in ranking}
@@ -79,10 +81,23 @@ def choose(
     return Choice(used, tuple(ranking), {name: why for name, why in reasons.items() if name != used})
 
 
+def _best(ranking: Sequence[Measured], order: Mapping[str, int], block_bytes: int) -> Measured:
+    for each in ranking:
+        if each.transport == IN_PLACE:
+            return each
+    limit_s = ranking[0].cost_s(block_bytes) * (1 + NOISE)
+    equals = [each for each in ranking if each.cost_s(block_bytes) < limit_s]
+    return min(equals, key=lambda each: order[each.transport])
+
+
 def _worse(one: Measured, best: Measured, block_bytes: int) -> str:
     ours_s, best_s = one.cost_s(block_bytes), best.cost_s(block_bytes)
-    word = "slower" if ours_s >= best_s * (1 + NOISE) else "no better"
-    return f"{word}: {_duration(ours_s)} against {_duration(best_s)} for a {_size(block_bytes)} block"
+    costs = f"{_duration(ours_s)} against {_duration(best_s)} for a {_size(block_bytes)} block"
+    if ours_s >= best_s * (1 + NOISE):
+        return f"slower: {costs}"
+    if best.transport == IN_PLACE:
+        return "this host's memory is read in place, without a copy"
+    return f"no better: {costs}"
 
 
 def _duration(seconds: float) -> str:

@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from xxhash import xxh3_64_intdigest
-
 from kvcomm.block import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -56,6 +54,7 @@ from l2_rdma.layout import (
     WORD_BYTES,
     RegionHeader,
 )
+from l2_rdma.slotmemory import FileSlots, SlotMemory
 
 LOOK_INTERVAL_S = 0.25
 """Readers speak to the owner through memory (suspects, marks, hazards), so it looks so often.  Who needs a
@@ -141,6 +140,7 @@ class Owner:
         backed_bytes: how much of the region has memory behind it; more with :meth:`grow`.
         more: asked before anything is evicted: puts memory behind more of the region and returns how far it
             reaches now; ``None`` = there is no more.
+        slot_memory: where the slots' bytes are; by default in ``memory``.
     """
 
     def __init__(
@@ -155,9 +155,10 @@ class Owner:
         grace_s: float = 0.0,
         backed_bytes: int | None = None,
         more: Callable[[], int | None] = lambda: None,
+        slot_memory: SlotMemory | None = None,
     ) -> None:
         layout = header.layout
-        self._memory = memory
+        self._slot_memory = FileSlots(memory) if slot_memory is None else slot_memory
         self._words = memory.cast("Q")
         self._header = header
         self._tenant = bytes(header.tenant)
@@ -209,7 +210,7 @@ class Owner:
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
         slot.receiving, slot.by_channel = True, False
-        return self._memory[slot.offset : slot.offset + slot.copy_bytes]
+        return self._slot_memory.landing(slot.offset, slot.copy_bytes)
 
     def expose(self, holder: int) -> None:
         self._unseen.add(holder)
@@ -245,7 +246,7 @@ class Owner:
         if slot is None:
             return None
         slot.marked = slot.marked or use
-        return SlotLease(slot, self._copy(slot).toreadonly())
+        return SlotLease(slot, self._slot_memory.copy(slot.offset, slot.copy_bytes))
 
     def used(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [key in self._published and self._marked(self._published[key]) for key in keys]
@@ -379,13 +380,16 @@ class Owner:
         place = self._allocator.allocate(slot_bytes)
         if place is None and slot_bytes not in full:
             place = self._make_room(slot_bytes, now)
+        if place is not None and not self._slot_memory.admit(place.offset):
+            self._allocator.free(place)
+            place = None
         if place is None:
             full.add(slot_bytes)
             return Grant("full")
         generation = Generation(next(self._generations))
         slot = _Slot(place, key, want.copy_bytes, tenant, generation, holder, now + self._reservation_ttl_s)
         slot.by_channel = holder in self._unseen
-        self._words[_generation_word(slot)] = generation | RESERVED_FLAG
+        self._slot_memory.mark(slot.offset, generation | RESERVED_FLAG)
         self._slots[slot.offset] = self._reserved[generation] = self._pending[key] = slot
         self._reserved_bytes += place.slot_bytes
         return Grant("granted", generation, slot.offset, generation)
@@ -402,7 +406,7 @@ class Owner:
             return "corrupt"
         self._forget_reservation(slot)
         slot.state, slot.tenant, slot.parent = "published", header.tenant, header.parent
-        self._words[_generation_word(slot)] = slot.generation
+        self._slot_memory.mark(slot.offset, slot.generation)
         self._published[slot.key] = slot
         self._listed.add(slot.key)
         self._link_family(slot)
@@ -411,15 +415,14 @@ class Owner:
 
     def _read_header(self, slot: _Slot, verify: bool) -> BlockHeader | None:
         """The header that a writer left, if it is the one that was reserved for."""
-        copy = self._copy(slot)
         try:
-            header = BlockHeader.unpack(copy)
+            header = BlockHeader.unpack(self._slot_memory.header(slot.offset, slot.copy_bytes))
         except Corrupt:
             return None
         admitted = slot.tenant in (ANY_TENANT, header.tenant) and self._tenant in (NO_TENANT, header.tenant)
         if header.key != slot.key or HEADER_BYTES + header.payload_bytes != slot.copy_bytes or not admitted:
             return None
-        if verify and xxh3_64_intdigest(copy[HEADER_BYTES:]) != header.payload_checksum:
+        if verify and self._slot_memory.digest(slot.offset, slot.copy_bytes) != header.payload_checksum:
             return None
         return header
 
@@ -429,7 +432,7 @@ class Owner:
         if slot is not None and slot.holder == holder:
             del self._late[token]
             slot.cover()
-            self._words[_generation_word(slot)] = 0  # the socket may have received a header over it
+            self._slot_memory.mark(slot.offset, 0)  # the socket may have received a header over it
 
     def _expire(self, now: float) -> None:
         while self._reserved:
@@ -446,9 +449,6 @@ class Owner:
     def _visible(self, key: BlockKey, tenant: bytes) -> _Slot | None:
         slot = self._published.get(key)
         return slot if slot is not None and tenant in (ANY_TENANT, slot.tenant) else None
-
-    def _copy(self, slot: _Slot) -> memoryview:
-        return self._memory[slot.offset : slot.offset + slot.copy_bytes]
 
     def _inspect(self, slot: _Slot) -> int:
         """Verify a published copy and hide it if it is damaged; how many bytes were looked at."""
@@ -552,7 +552,7 @@ class Owner:
 
     def _retire(self, slot: _Slot) -> None:
         slot.state = "retired"
-        self._words[_generation_word(slot)] = 0
+        self._slot_memory.mark(slot.offset, 0)
         self._retired.append(slot)
 
     def _collect(self, now: float) -> None:

@@ -294,8 +294,8 @@ class VerbsChannel:
 
     def _admitted(self, extent: Extent, deadline: float) -> tuple[Operation, KVCommError | None]:
         """A new operation; if it cannot begin it has failed already, for this reason."""
-        if self._hub.closed:
-            raise ValueError("the transport is closed")
+        if self._hub.closed and self._broken is None:
+            raise ValueError("the transport is the parent process's: make one of your own")
         operation = Operation(deadline)
         error = self._broken or outside(self.header, *extent)
         if error is None and self._hub.clock() >= deadline:

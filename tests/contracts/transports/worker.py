@@ -12,7 +12,7 @@ from tests.peers import soon
 def count(name: str, directory: Path, word: int, times: int) -> None:
     """Adds one, ``times`` times, in batches."""
     transport = open_transport(name)
-    control = Control(directory)
+    control = Control(directory)  # the channel lives as long as it does
     channel = control.connect(transport)
     offset = channel.header.layout.hazard_offset + word * 8
     sys.stdout.write("ready\n")
