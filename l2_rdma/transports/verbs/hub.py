@@ -30,6 +30,7 @@ from l2_rdma.transports.verbs.binding import event_channel
 from l2_rdma.transports.verbs.bounce import Arena
 from l2_rdma.transports.verbs.device import Device, in_child, no_device_error
 from l2_rdma.transports.verbs.registered import MemoryTable
+from l2_rdma.transports.verbs.requests import WorkRequests
 
 QUEUE_PLACES = 4096
 """Completions of all channels together."""
@@ -79,6 +80,7 @@ class Hub:
         self.lock: Any = threading.RLock()
         self.arena = Arena()
         self.memory = MemoryTable(self.lock)
+        self.requests = WorkRequests(device.binding)
         self.places = 0
         """Of the completion queue, that are free."""
         self.closed = False
@@ -112,16 +114,27 @@ class Hub:
             if self.closed:
                 return False
             before = self._ended_count
-            for ticket, status in self._reap():
-                listener = self._listeners.get(ticket >> TICKET_BITS)
-                if listener is not None:
-                    listener.completed(ticket & _TICKET_MASK, status)
+            self._take()
             now = self.clock()
             for listener in list(self._listeners.values()):
                 if now >= listener.earliest_deadline:
                     listener.expire(now)
-                listener.pump()
             return self._ended_count != before
+
+    def take(self) -> None:
+        """Take what has completed and post what waits; not a look at the clock, which is a system call in
+        some guests."""
+        with self.lock:
+            if not self.closed:
+                self._take()
+
+    def _take(self) -> None:
+        for ticket, status in self._reap():
+            listener = self._listeners.get(ticket >> TICKET_BITS)
+            if listener is not None:
+                listener.completed(ticket & _TICKET_MASK, status)
+        for listener in list(self._listeners.values()):
+            listener.pump()
 
     def drain(self, number: int, is_over: Callable[[], bool], limit_s: float) -> None:
         """Poll for the completions of one channel that is being stopped, until ``is_over`` or the limit; the
@@ -168,6 +181,7 @@ class Hub:
             if self.closed:
                 return
             self.memory.close_all()
+            self.requests.close()
             self.closed = True
             for part in reversed(self._parts):
                 part.close()

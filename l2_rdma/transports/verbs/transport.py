@@ -117,7 +117,8 @@ class VerbsTransport:
     def wait(self, operations: Sequence[Operation]) -> None:
         if self._hub.closed and not all(operation.done for operation in operations):
             raise ValueError("the transport is closed")
-        self._loop.wait(operations)
+        if not all(operation.done for operation in operations):
+            self._loop.wait(operations)
 
     def close(self) -> None:
         with self._hub.lock:
