@@ -43,7 +43,7 @@ from tests.peers import CREDENTIALS, IDENTITY, PATIENCE_S, soon
 
 COPY_BYTES = 256 << 10
 PAYLOAD_BYTES = COPY_BYTES - HEADER_BYTES
-ROUND_S = 0.5
+ROUND_S = 2.0
 """What a reader gives one round of reads."""
 TENANT = CREDENTIALS.tenant_digest(TENANT_NAME)
 

@@ -65,7 +65,7 @@ def churn(churner: Peer, *, reads: int, seconds: float, mode: str) -> tuple[int,
 
 
 def test_no_wrong_byte_while_every_slot_is_reused(churner: Peer) -> None:
-    evicted, counts = churn(churner, reads=40_000, seconds=6, mode="verify")
+    evicted, counts = churn(churner, reads=40_000, seconds=5, mode="verify")
 
     def total(name: str) -> int:
         return sum(each[name] for each in counts)

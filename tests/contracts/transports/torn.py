@@ -22,6 +22,8 @@ from tests.l2_rdma.workers import NoVerification
 from tests.peers import soon
 
 BATCH = 8
+LOOKED_UP_SHARE = 0.5
+"""Before so many batches the index is read: what it says is a little older then."""
 
 
 def read(name: str, directory: Path, reads: int, seconds: float, verify: bool) -> None:
@@ -31,8 +33,11 @@ def read(name: str, directory: Path, reads: int, seconds: float, verify: bool) -
     pick, wrong, done, end = random.Random(seconds + reads), 0, 0, time.monotonic() + seconds
     while done < reads and not wrong and time.monotonic() < end:
         numbers = [pick.randrange(KEYS) for _ in range(BATCH)]
+        keys = [key_of(number) for number in numbers]
+        if pick.random() < LOOKED_UP_SHARE:
+            reader.lookup(keys, soon())
         blocks: dict[int, Block] = {}
-        reader.get([key_of(number) for number in numbers], blocks.__setitem__, soon())
+        reader.get(keys, blocks.__setitem__, soon())
         done += BATCH
         wrong += sum(block.payload != payload(numbers[index]) for index, block in blocks.items())
     say(reads=done, wrong=wrong, **asdict(reader.counters))
