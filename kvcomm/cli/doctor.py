@@ -253,7 +253,8 @@ def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
         trial = attempt(transport)
         if "device" not in trial.facts or transport != "verbs":
             return trial
-        return replace(trial, facts=trial.facts | {"gdr": gpu_direct(Host.here())})
+        possible, why = gpu_direct(Host.here())
+        return replace(trial, facts=trial.facts | {"gdr": "possible" if possible else "no", "GPUDirect": why})
 
     return told
 

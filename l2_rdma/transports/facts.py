@@ -1,6 +1,7 @@
 """``facts_of``: what a transport's driver tells of this host, in a few words for the operator.
 
-``device``, ``mtu``, ``gid`` are what would be used; every other key is something to know beside it.
+``device``, ``mtu`` and ``gid`` (its index and type) are what would be used; every other key is something to
+know beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _verbs(module: Any, options: WireOptions) -> Facts:
         facts |= {
             "device": f"{used.device}/{used.port}",
             "mtu": str(used.mtu_bytes),
-            "gid": f"{used.gid_index} {_gid(used.gid)} {used.gid_kind}",
+            "gid": f"{used.gid_index} {used.gid_kind}",
+            "GID": _gid(used.gid),
             "atomics": used.atomics,
             "on-demand paging": "yes" if used.on_demand else "no: a pool's memory is locked whole",
         }

@@ -129,7 +129,7 @@ def test_a_program_is_told_the_same(run: Doctor) -> None:
     said = told(run("--json"))
     assert [said[f"transport {name}"]["verdict"] for name in HERE] == ["ok", "note", "ok", "ok"]
     assert said["transport shm"]["detail"]["used"] is True
-    assert said["transport verbs"]["detail"]["facts"] == FACTS | {"gdr": "no: no GPU"}
+    assert said["transport verbs"]["detail"]["facts"] == FACTS | {"gdr": "no", "GPUDirect": "no GPU here"}
     assert said["transport verbs"]["detail"]["latency_s"] == 3e-6
     assert said["transport cuda"]["detail"]["reason"].startswith("refused: cuda-bindings is not installed")
 
