@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
-TEST_EXTRAS ?= dev,transformers,demo
+TEST_EXTRAS ?= dev,transformers,demo,bench
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=

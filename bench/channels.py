@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -16,12 +17,15 @@ from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import Connection
+from kvcomm.slabs import Slabs
 from kvcomm.wire.messages import ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened, PinOpen, PinRange
 from l2_rdma.index import IndexReader
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
+from l2_rdma.rack import Rack
 from l2_rdma.reader import Reader
 from l2_rdma.region import Region
+from l2_rdma.remote import RemoteReader
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Extent, Transport, WireOptions
 
@@ -53,6 +57,23 @@ class Reads:
                     raise operation.error
 
         return Call(name, round_robin(read, runs), items=items)
+
+    def blocks(self, name: str, keys: Sequence[BlockKey], items: int = 1) -> Call:
+        """Get runs of ``items`` blocks by their keys, found in the index and verified, as a client does from
+        a pool that is not its host's; the time is for one."""
+        slabs = Slabs()
+        slabs.register_with(self.transport.name, self.transport.register)
+        reader = RemoteReader(self.channel, self.transport, allocate=slabs.take)
+        turn = cycle(keys)
+        runs = [[next(turn) for _ in range(items)] for _ in keys]
+
+        def get(run: Sequence[BlockKey]) -> None:
+            found: list[int] = []
+            reader.get(run, lambda index, _: found.append(index), time.monotonic() + DEADLINE_S)
+            if len(found) < len(run):
+                raise RuntimeError(f"the pool lost a block that was to be fetched: {reader.failure}")
+
+        return Call(name, round_robin(get, runs), items=items)
 
 
 @contextmanager
@@ -94,6 +115,29 @@ def _opened(connection: Connection, transport: Transport) -> Channel:
         return opened.answer
 
     return transport.connect(detail, RegionHeader.unpack(offers.header), ask, deadline)
+
+
+def absent_lookups(members: Mapping[str, Reads], number: int) -> Callable[[], None]:
+    """Look up ``number`` keys that no pool has, each at its home, all posted before any is waited for.
+
+    Args:
+        members: by node.
+    """
+    rack = Rack((node, 1) for node in members)
+    readers = {node: RemoteReader(reads.channel, reads.transport) for node, reads in members.items()}
+    keys = [BlockKey(secrets.token_bytes(32)) for _ in range(number)]
+
+    def lookup() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        homes: dict[str | None, list[BlockKey]] = {}
+        for key, home in zip(keys, rack.homes(keys), strict=True):
+            homes.setdefault(home, []).append(key)
+        probes = [(reader, reader.ask(homes.get(node, []), deadline)) for node, reader in readers.items()]
+        found = [presence for reader, probe in probes for presence in reader.told(probe)]
+        if found != [False] * number:
+            raise RuntimeError("keys that nobody has were found, or could not be looked for")
+
+    return lookup
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from bench.document import DOCUMENT, RECORDS, begin, written_into
 from bench.host import Host, wait_for_quiet
 from bench.pool import Made, Pool, identity, pools
 from bench.report import number
@@ -37,6 +38,7 @@ from kvcomm.rpc import Peers, run_blocking
 from kvcomm.tier import Block, BlockCopy
 from l2_rdma.tier import L2Tier
 
+CROSSOVER_FILE, PICTURE_FILE = "crossover.json", "crossover.svg"
 Verb = Literal["get", "put", "put of a run", "life"]
 LIFE: tuple[Verb, Verb] = ("put of a run", "get")
 SIZES = tuple(64 << step for step in range(15))
@@ -109,6 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(rendered(found))
     if options.json:
         Path(options.json).write_bytes(to_json(found))
+    if options.write_docs:
+        (RECORDS / CROSSOVER_FILE).write_bytes(to_json(found))
+        marker = begin("bench.crossover")
+        DOCUMENT.write_text(written_into(DOCUMENT.read_text(), rendered(found), marker))
     return 0
 
 
@@ -172,7 +178,8 @@ def from_json(text: bytes) -> Crossover:
 
 def rendered(found: Crossover) -> str:
     """As Markdown."""
-    parts = [f"### {found.machine}", found.described]
+    picture = f"![By reference over inline, by size](plots/{PICTURE_FILE})"
+    parts = [f"### By reference or inline: {found.machine}", found.described, picture]
     for curve in found.curves:
         at = curve.crossover_bytes()
         crossing = "inline is faster at every size" if at is None else f"by reference from {size_name(at)} on"
@@ -268,6 +275,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", default="this machine", help="where this is measured")
     parser.add_argument("--smoke", action="store_true", help="two sizes: does it run at all?")
     parser.add_argument("--json", metavar="FILE", help="write what was measured there")
+    parser.add_argument("--write-docs", action="store_true", help=f"record it beside {DOCUMENT.name}")
     parser.add_argument("--patience", type=float, default=0.0, metavar="S", help="wait so long for quiet")
     return parser.parse_args(arguments)
 

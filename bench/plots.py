@@ -1,5 +1,5 @@
-"""``python -m bench.plots FILE ... [--into DIRECTORY]``: the curves as SVG, one picture of latency and one of
-bandwidth for each machine, and one of where by reference and inline cross.
+"""``python -m bench.plots``: the recorded curves as SVG, one picture of latency and one of bandwidth for each
+machine, and one of where by reference and inline cross.
 
 Ours are drawn thick, everything else thin; each curve bears its own name at its right end.  Ink is
 ``currentColor``, which follows the reader's light or dark page; the curves' colours stand out on both.
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import crossover, sections
-from bench.document import DOCUMENT
+from bench.crossover import CROSSOVER_FILE
+from bench.curves import CURVES_FILE
+from bench.document import RECORDS
 from bench.scale import size_name
-from bench.sections import Section
+from bench.sections import BANDWIDTH_FILE, LATENCY_FILE, Section, slug
 from bench.sources import OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DIRECTORY = DOCUMENT.parent / "plots"
 INK = "#010203"
 """Stands for ``currentColor``, which matplotlib does not know."""
 LIGHT_INK, DARK_INK = "#1f2328", "#e6edf3"
@@ -40,7 +41,9 @@ COLOURS = {
     f"{OURS}shm view": "#3d7dff",
     f"{OURS}shm": "#6cb6ff",
     f"{OURS}tcp": "#a371f7",
-    f"{OURS}verbs": "#3d7dff",
+    f"{OURS}tcp get": "#7c4dff",
+    f"{OURS}verbs": "#6cb6ff",
+    f"{OURS}verbs get": "#3d7dff",
     f"{OURS}cuda": "#57ab5a",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
@@ -102,36 +105,34 @@ CROSSOVER = Picture(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.plots", description=__doc__)
-    parser.add_argument("--curves", metavar="FILE", help="written by python -m bench.curves --json")
-    parser.add_argument("--crossover", metavar="FILE", help="written by python -m bench.crossover --json")
-    parser.add_argument("--into", default=str(DIRECTORY), metavar="DIRECTORY")
-    options = parser.parse_args(arguments)
-    into = Path(options.into)
-    into.mkdir(parents=True, exist_ok=True)
-    pictures = _of_curves(options.curves) if options.curves else {}
-    if options.crossover:
-        pictures["crossover"] = _of_crossover(options.crossover)
+    parser.add_argument("directory", nargs="?", default=str(RECORDS), help="by default that of the documents")
+    directory = Path(parser.parse_args(arguments).directory)
+    pictures: dict[str, str] = {}
+    for file, draw in ((CURVES_FILE, _of_curves), (CROSSOVER_FILE, _of_crossover)):
+        if (directory / file).exists():
+            pictures |= draw((directory / file).read_bytes())
     for name, text in pictures.items():
-        (into / f"{name}.svg").write_text(text)
-        print(into / f"{name}.svg")
-    return 0
+        (directory / name).write_text(text)
+        print(directory / name)
+    return int(not pictures)
 
 
-def _of_curves(file: str) -> dict[str, str]:
+def _of_curves(text: bytes) -> dict[str, str]:
     pictures = {}
-    for section in sections.from_json(Path(file).read_bytes()):
-        for kind, picture, lines in (
-            ("latency", LATENCY, latencies(section)),
-            ("bandwidth", BANDWIDTH, bandwidths(section)),
+    for section in sections.from_json(text):
+        for file, picture, lines in (
+            (LATENCY_FILE, LATENCY, latencies(section)),
+            (BANDWIDTH_FILE, BANDWIDTH, bandwidths(section)),
         ):
+            name = Path(file.format(slug(section.machine))).name
             if lines:
-                pictures[f"{kind}-{slug(section.machine)}"] = svg(picture, section.machine, lines)
+                pictures[name] = svg(picture, section.machine, lines)
     return pictures
 
 
-def _of_crossover(file: str) -> str:
-    found = crossover.from_json(Path(file).read_bytes())
-    return svg(CROSSOVER, found.machine, crossings(found))
+def _of_crossover(text: bytes) -> dict[str, str]:
+    found = crossover.from_json(text)
+    return {crossover.PICTURE_FILE: svg(CROSSOVER, found.machine, crossings(found))}
 
 
 def crossings(found: crossover.Crossover) -> list[Line]:
@@ -181,11 +182,6 @@ def svg(picture: Picture, subtitle: str, lines: Sequence[Line]) -> str:
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inked(out.getvalue())
-
-
-def slug(machine: str) -> str:
-    """For a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
 
 
 def _lines(section: Section, value: Callable[[Any], float | None]) -> list[Line]:

@@ -29,7 +29,7 @@ from kvcomm.tier import BlockCopy
 
 _SECRET = bytes(range(32))
 _CREDENTIALS = Credentials(_SECRET)
-REGION_BYTES = 2 << 30
+REGION_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,24 @@ class Made:
 
 
 @contextmanager
-def pools(count: int, *, region_bytes: int = REGION_BYTES) -> Iterator[list[Pool]]:
-    """``count`` of them, started together and ended whatever happens."""
+def pools(
+    count: int, *, region_bytes: int = REGION_BYTES, transports: Sequence[str] = ("shm",)
+) -> Iterator[list[Pool]]:
+    """``count`` of them, started together and ended whatever happens.
+
+    Args:
+        transports: that they offer, where they can.
+    """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb-"))
         nodes = [f"pool-{number}" for number in range(count)]
-        started = [_start(stack, Path(directory), node, region_bytes) for node in nodes]
+        arguments = [directory, str(region_bytes), *transports]
+        started = [_start(stack, [node, *arguments]) for node in nodes]
         yield [_ready(node, process) for node, process in zip(nodes, started, strict=True)]
 
 
-def _start(stack: ExitStack, directory: Path, node: str, region_bytes: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.pool", node, str(directory), str(region_bytes)]
+def _start(stack: ExitStack, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bench.pool", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     stack.enter_context(process)  # leaving it waits for the end, which closing its standard input brings
@@ -116,7 +123,7 @@ def _ready(node: str, process: subprocess.Popen[str]) -> Pool:
     return Pool(node, address, process.pid)
 
 
-async def _serve(node: str, directory: Path, region_bytes: int) -> None:
+async def _serve(node: str, directory: Path, region_bytes: int, transports: Sequence[str]) -> None:
     from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 
     stop = asyncio.Event()
@@ -132,15 +139,15 @@ async def _serve(node: str, directory: Path, region_bytes: int) -> None:
         credentials=_CREDENTIALS,
         tenant=TENANT,
         addresses=[f"unix://{directory}/{node}.sock"],
-        options=PoolOptions(region_bytes),
+        options=PoolOptions(region_bytes, transports=transports),
         stop=stop,
         ready=ready,
     )
 
 
 def main(arguments: Sequence[str]) -> None:
-    node, directory, region_bytes = arguments
-    run(_serve(node, Path(directory), int(region_bytes)))
+    node, directory, region_bytes, *transports = arguments
+    run(_serve(node, Path(directory), int(region_bytes), transports))
 
 
 if __name__ == "__main__":

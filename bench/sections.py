@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ import msgspec
 from bench.report import number
 from bench.scale import size_name
 from bench.timing import Spread
+
+LATENCY_FILE, BANDWIDTH_FILE = "plots/latency-{}.svg", "plots/bandwidth-{}.svg"
+"""Beside ``docs/benchmarks.md``; drawn by ``bench.plots``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,17 @@ def tables(sections: Sequence[Section]) -> str:
     parts = []
     for section in sections:
         parts += [f"### {section.machine}", section.described]
+        parts += [f"![Latency by size]({LATENCY_FILE.format(slug(section.machine))})"]
         parts += ["Latency of one read, µs (median):", _table(section, _latency)]
+        parts += [f"![Bandwidth by size]({BANDWIDTH_FILE.format(slug(section.machine))})"]
         parts += ["Bandwidth with several reads under way, GB/s (median):", _table(section, _bandwidth)]
         parts += [f"Not run: {what} ({reason})." for what, reason in section.skipped.items()]
     return "\n\n".join(parts)
+
+
+def slug(machine: str) -> str:
+    """For a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
 
 
 def _table(section: Section, value: Callable[[Point], float | None]) -> str:

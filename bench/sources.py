@@ -17,7 +17,7 @@ from bench.peers.memory import MEMCPY, Buffers, memcpy, memcpy_run
 from bench.peers.mooncake_store import MooncakeStore, mooncake
 from bench.peers.raw_socket import Family, RawSocket, raw_socket
 from bench.peers.redis_server import RedisServer, redis_server
-from bench.pool import Pool, pools
+from bench.pool import REGION_BYTES, Pool, pools
 from bench.timing import Operation
 
 OURS = "KVCOMM "
@@ -127,20 +127,32 @@ class _Channel:
     region: Mapped
     reads: Reads
     working_set: int
+    gets: bool
+    """Blocks by their keys too, which nobody gets through shared memory: there a view is had."""
 
     def ways(self, size_bytes: int, items: int) -> list[Way]:
-        extents = self.region.payloads(self.pool.fill(self.working_set, size_bytes))
+        keys = self.pool.fill(self.working_set, size_bytes)
+        extents, reads = self.region.payloads(keys), self.reads
         one, run = f"{self.name} read", f"{self.name} reads of a run"
-        return [Way(one, self.reads.of(one, extents), self.reads.of(run, extents, items))]
+        ways = [Way(one, reads.of(one, extents), reads.of(run, extents, items))]
+        if self.gets:
+            one, run = f"{self.name} get", f"{self.name} gets of a run"
+            ways.append(Way(one, reads.blocks(one, keys), reads.blocks(run, keys, items)))
+        return ways
 
 
 @contextmanager
 def _transport(name: str, working_set: int, sizes: Sequence[int]) -> Iterator[Source | str]:
-    with pools(1) as [pool], mapped(pool) as region, channel(pool, name) as reads:
+    room = _room(working_set, sizes)
+    with (
+        pools(1, region_bytes=room, transports=[name]) as [pool],
+        mapped(pool) as region,
+        channel(pool, name) as reads,
+    ):
         if isinstance(reads, str):
             yield reads
         else:
-            yield _Channel(f"{OURS}{name}", pool, region, reads, working_set)
+            yield _Channel(f"{OURS}{name}", pool, region, reads, working_set, gets=name != "shm")
 
 
 @dataclass(slots=True)
@@ -155,8 +167,13 @@ class _Views:
 
 @contextmanager
 def _views(working_set: int, sizes: Sequence[int]) -> Iterator[Source]:
-    with pools(1) as [pool], mapped(pool) as region:
+    with pools(1, region_bytes=_room(working_set, sizes)) as [pool], mapped(pool) as region:
         yield _Views(pool, region, working_set)
+
+
+def _room(working_set: int, sizes: Sequence[int]) -> int:
+    """A region for all blocks of all sizes; slots are rounded up, and each size class takes whole slabs."""
+    return max(REGION_BYTES, 3 * working_set * sum(sizes))
 
 
 SOURCES: dict[str, Open] = {

@@ -14,7 +14,7 @@ do::
     8     version u32           184  generation_base u64  240  slots_offset u64
     12    header_bytes u32      192  region_bytes u64     248  slab_bytes u64
     16    byte_order u64        200  index_offset u64     256  slab_count u64
-    24    tenant 16s            208  bucket_count u64     264  reserved
+    24    tenant 16s            208  bucket_count u64     264  device_slots u64
     40    instance 64s, utf-8   216  reserved             ...
     104   node 64s, utf-8       224  hazard_offset u64    1016 checksum u64, xxh3-64 of [0, 1016)
 
@@ -71,7 +71,7 @@ RESERVED_FLAG = 1 << 63
 """Set in a slot's generation word while it is reserved: equal to no reader's reference, known to its
 writer."""
 
-_FIELDS = struct.Struct("<8sIIQ16s64s64sQQQQQ8xQQQQQ")
+_FIELDS = struct.Struct("<8sIIQ16s64s64sQQQQQ8xQQQQQQ")
 _CHECKSUM_OFFSET = 1016
 _CHECKSUM = struct.Struct("<Q")
 _BYTE_ORDER = 0x0102030405060708
@@ -127,6 +127,11 @@ class RegionLayout:
         of the slots."""
         in_slots = self.slots_offset <= offset and offset + copy_bytes <= self.slots_end
         return in_slots and offset % HEADER_BYTES == 0 and HEADER_BYTES <= copy_bytes <= self.slab_bytes
+
+
+def suspect_word(offset: int) -> int:
+    """Index of the word in which to leave a suspected slot's offset."""
+    return SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT
 
 
 def plan_layout(
@@ -194,6 +199,9 @@ class RegionHeader:
     generation_base: Generation
     """First generation this owner hands out; random, so that no reference into an earlier life matches."""
     layout: RegionLayout
+    device_slots: bool = False
+    """Whether the slots are in a GPU's memory.  The file holds their headers then, each where its slot would
+    be, and no payloads."""
 
     def __post_init__(self) -> None:
         for name in (self.instance, self.node):
@@ -215,6 +223,7 @@ class RegionHeader:
             MAGIC, VERSION, REGION_HEADER_BYTES, _BYTE_ORDER, self.tenant, self.instance.encode(),
             self.node.encode(), self.incarnation, self.generation_base, at.region_bytes, at.index_offset,
             at.bucket_count, at.hazard_offset, at.hazard_count, at.slots_offset, at.slab_bytes, at.slab_count,
+            self.device_slots,
         )  # fmt: skip
         summed = fields.ljust(_CHECKSUM_OFFSET, b"\0")
         return summed + _CHECKSUM.pack(xxh3_64_intdigest(summed))
@@ -233,7 +242,7 @@ class RegionHeader:
         summed = bytes(buffer[:_CHECKSUM_OFFSET])
         (magic, version, header_bytes, byte_order, tenant, instance, node, incarnation, generation_base,
          region_bytes, index_offset, bucket_count, hazard_offset, hazard_count, slots_offset, slab_bytes,
-         slab_count) = _FIELDS.unpack_from(summed)  # fmt: skip
+         slab_count, device_slots) = _FIELDS.unpack_from(summed)  # fmt: skip
         if (magic, version, header_bytes, byte_order) != (MAGIC, VERSION, REGION_HEADER_BYTES, _BYTE_ORDER):
             raise Corrupt(f"not a version {VERSION} region (magic {magic!r}, version {version})")
         if _CHECKSUM.unpack_from(buffer, _CHECKSUM_OFFSET)[0] != xxh3_64_intdigest(summed):
@@ -251,10 +260,16 @@ class RegionHeader:
             )
             return RegionHeader(
                 _text(instance), _text(node), TenantDigest(tenant), Incarnation(incarnation),
-                Generation(generation_base), layout,
+                Generation(generation_base), layout, _truth(device_slots),
             )  # fmt: skip
         except ValueError as error:
             raise Corrupt(f"region header contradicts itself: {error}") from error
+
+
+def _truth(field: int) -> bool:
+    if field > 1:
+        raise ValueError(f"a flag is 0 or 1, not {field}")
+    return field == 1
 
 
 def _text(field: bytes) -> str:

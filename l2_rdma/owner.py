@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from xxhash import xxh3_64_intdigest
-
 from kvcomm.block import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -56,6 +54,7 @@ from l2_rdma.layout import (
     WORD_BYTES,
     RegionHeader,
 )
+from l2_rdma.slotmemory import FileSlots, SlotMemory
 
 LOOK_INTERVAL_S = 0.25
 """Readers speak to the owner through memory (suspects, marks, hazards), so it looks so often.  Who needs a
@@ -80,10 +79,10 @@ class _Slot:
     holder: int
     expires_at: float
     state: Literal["reserved", "published", "retired"] = "reserved"
-    exposed: bool = False
-    """Somebody may be writing to it who is seen by no hazard: a socket of this process, or a channel."""
+    receiving: bool = False
+    """A socket of this process may be writing to it."""
     by_channel: bool = False
-    """It is exposed to its holder's channels."""
+    """Its holder may be writing to it through a one-sided channel."""
     leases: int = 0
     parent: BlockKey = NO_PARENT
     entry: int | None = None
@@ -95,6 +94,15 @@ class _Slot:
     @property
     def offset(self) -> int:
         return self.place.offset
+
+    @property
+    def exposed(self) -> bool:
+        """Somebody may be writing to it who is seen by no hazard."""
+        return self.receiving or self.by_channel
+
+    def cover(self) -> None:
+        """Nobody is any more."""
+        self.receiving = self.by_channel = False
 
 
 class SlotLease:
@@ -132,6 +140,7 @@ class Owner:
         backed_bytes: how much of the region has memory behind it; more with :meth:`grow`.
         more: asked before anything is evicted: puts memory behind more of the region and returns how far it
             reaches now; ``None`` = there is no more.
+        slot_memory: where the slots' bytes are; by default in ``memory``.
     """
 
     def __init__(
@@ -146,9 +155,10 @@ class Owner:
         grace_s: float = 0.0,
         backed_bytes: int | None = None,
         more: Callable[[], int | None] = lambda: None,
+        slot_memory: SlotMemory | None = None,
     ) -> None:
         layout = header.layout
-        self._memory = memory
+        self._slot_memory = FileSlots(memory) if slot_memory is None else slot_memory
         self._words = memory.cast("Q")
         self._header = header
         self._tenant = bytes(header.tenant)
@@ -166,7 +176,8 @@ class Owner:
         self._listed = KeyShelves()  # the keys of _published
         self._reserved: dict[int, _Slot] = {}  # by token, in order of expiry
         self._pending: dict[BlockKey, _Slot] = {}
-        self._late: dict[int, _Slot] = {}  # expired while exposed: a socket may still write
+        self._late: dict[int, _Slot] = {}  # expired while exposed: they may still be written to
+        self._unseen: set[int] = set()  # holders that write through channels
         self._retired: list[_Slot] = []
         self._by_entry: dict[int, _Slot] = {}
         self._children: dict[BlockKey, int] = {}  # published children of a key, itself published or not
@@ -198,24 +209,23 @@ class Owner:
 
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
-        slot.exposed = True
-        return self._memory[slot.offset : slot.offset + slot.copy_bytes]
+        slot.receiving, slot.by_channel = True, False
+        return self._slot_memory.landing(slot.offset, slot.copy_bytes)
 
-    def expose(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            slot = self._reserved[token]
-            slot.exposed = slot.by_channel = True
+    def expose(self, holder: int) -> None:
+        self._unseen.add(holder)
+        for slot in self._reserved.values():
+            if slot.holder == holder and not slot.receiving:
+                slot.by_channel = True
 
     def late_writers(self) -> list[int]:
         return sorted({slot.holder for slot in self._late.values() if slot.by_channel})
 
     def fenced(self, holder: int) -> None:
+        self._unseen.discard(holder)
         for slot in [*self._late.values(), *self._reserved.values()]:
-            if slot.holder != holder or not slot.by_channel:
-                continue
-            if slot.state == "reserved":
-                slot.exposed = slot.by_channel = False
-            else:
+            if slot.holder == holder and slot.by_channel:
+                slot.by_channel = False
                 self._written(slot.generation, holder)
 
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
@@ -224,7 +234,9 @@ class Owner:
 
     def abort(self, tokens: Sequence[int], holder: int) -> None:
         for token in tokens:
-            self._written(token, holder)
+            late = self._late.get(token)
+            if late is not None and not late.by_channel:  # else what it has sent may still be on its way
+                self._written(token, holder)
             slot = self._reserved.get(token)
             if slot is not None and slot.holder == holder:
                 self._retire_reserved(slot)
@@ -234,7 +246,7 @@ class Owner:
         if slot is None:
             return None
         slot.marked = slot.marked or use
-        return SlotLease(slot, self._copy(slot).toreadonly())
+        return SlotLease(slot, self._slot_memory.copy(slot.offset, slot.copy_bytes))
 
     def used(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [key in self._published and self._marked(self._published[key]) for key in keys]
@@ -255,8 +267,9 @@ class Owner:
 
     def release_holder(self, holder: int) -> None:
         for slot in [slot for slot in self._reserved.values() if slot.holder == holder]:
-            slot.exposed = False
+            slot.cover()
             self._retire_reserved(slot)
+        self._unseen.discard(holder)
         for token in [token for token, slot in self._late.items() if slot.holder == holder]:
             self._written(token, holder)
         self._hazards.release(holder)
@@ -367,12 +380,16 @@ class Owner:
         place = self._allocator.allocate(slot_bytes)
         if place is None and slot_bytes not in full:
             place = self._make_room(slot_bytes, now)
+        if place is not None and not self._slot_memory.admit(place.offset):
+            self._allocator.free(place)
+            place = None
         if place is None:
             full.add(slot_bytes)
             return Grant("full")
         generation = Generation(next(self._generations))
         slot = _Slot(place, key, want.copy_bytes, tenant, generation, holder, now + self._reservation_ttl_s)
-        self._words[_generation_word(slot)] = generation | RESERVED_FLAG
+        slot.by_channel = holder in self._unseen
+        self._slot_memory.mark(slot.offset, generation | RESERVED_FLAG)
         self._slots[slot.offset] = self._reserved[generation] = self._pending[key] = slot
         self._reserved_bytes += place.slot_bytes
         return Grant("granted", generation, slot.offset, generation)
@@ -382,14 +399,14 @@ class Owner:
         if slot is None or slot.holder != holder:
             self._written(token, holder)
             return "expired"
-        slot.exposed = False
+        slot.cover()
         header = self._read_header(slot, verify)
         if header is None:
             self._retire_reserved(slot)
             return "corrupt"
         self._forget_reservation(slot)
         slot.state, slot.tenant, slot.parent = "published", header.tenant, header.parent
-        self._words[_generation_word(slot)] = slot.generation
+        self._slot_memory.mark(slot.offset, slot.generation)
         self._published[slot.key] = slot
         self._listed.add(slot.key)
         self._link_family(slot)
@@ -398,15 +415,14 @@ class Owner:
 
     def _read_header(self, slot: _Slot, verify: bool) -> BlockHeader | None:
         """The header that a writer left, if it is the one that was reserved for."""
-        copy = self._copy(slot)
         try:
-            header = BlockHeader.unpack(copy)
+            header = BlockHeader.unpack(self._slot_memory.header(slot.offset, slot.copy_bytes))
         except Corrupt:
             return None
         admitted = slot.tenant in (ANY_TENANT, header.tenant) and self._tenant in (NO_TENANT, header.tenant)
         if header.key != slot.key or HEADER_BYTES + header.payload_bytes != slot.copy_bytes or not admitted:
             return None
-        if verify and xxh3_64_intdigest(copy[HEADER_BYTES:]) != header.payload_checksum:
+        if verify and self._slot_memory.digest(slot.offset, slot.copy_bytes) != header.payload_checksum:
             return None
         return header
 
@@ -415,8 +431,8 @@ class Owner:
         slot = self._late.get(token)
         if slot is not None and slot.holder == holder:
             del self._late[token]
-            slot.exposed = False
-            self._words[_generation_word(slot)] = 0  # the socket may have received a header over it
+            slot.cover()
+            self._slot_memory.mark(slot.offset, 0)  # the socket may have received a header over it
 
     def _expire(self, now: float) -> None:
         while self._reserved:
@@ -433,9 +449,6 @@ class Owner:
     def _visible(self, key: BlockKey, tenant: bytes) -> _Slot | None:
         slot = self._published.get(key)
         return slot if slot is not None and tenant in (ANY_TENANT, slot.tenant) else None
-
-    def _copy(self, slot: _Slot) -> memoryview:
-        return self._memory[slot.offset : slot.offset + slot.copy_bytes]
 
     def _inspect(self, slot: _Slot) -> int:
         """Verify a published copy and hide it if it is damaged; how many bytes were looked at."""
@@ -539,7 +552,7 @@ class Owner:
 
     def _retire(self, slot: _Slot) -> None:
         slot.state = "retired"
-        self._words[_generation_word(slot)] = 0
+        self._slot_memory.mark(slot.offset, 0)
         self._retired.append(slot)
 
     def _collect(self, now: float) -> None:

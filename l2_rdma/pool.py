@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from l2_rdma.fence import barrier_everywhere, grace_s
 from l2_rdma.layout import plan_layout
 from l2_rdma.owner import Owner
 from l2_rdma.region import SHM_DIRECTORY, Region, reclaim_stale
+from l2_rdma.transports.cuda.gpu import Gpu
+from l2_rdma.transports.cuda.region import CudaRegion
+from l2_rdma.transports.cuda.slots import DeviceSlots
 from l2_rdma.transports.desk import Desk
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import WireOptions
@@ -58,6 +61,9 @@ class PoolOptions:
     transports: Sequence[str] = ("shm",)
     """One-sided ways in that are offered, of those that run here (``network.transports``)."""
     wires: WireOptions = field(default_factory=WireOptions)
+    gpu: Gpu | None = None
+    """The GPU whose memory holds the slots (``cache.l2_device``); ``None`` = shared memory of the host
+    does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,19 @@ async def block_region(
         index_entries=options.index_entries,
         hazard_count=options.hazard_count,
     )
+    if options.gpu is not None:
+        region_on_gpu = CudaRegion.create(
+            options.directory,
+            options.gpu,
+            instance=instance,
+            node=node,
+            tenant=tenant,
+            incarnation=incarnation,
+            layout=layout,
+        )
+        with _owner_on_gpu(region_on_gpu, options) as owner:
+            yield owner, region_on_gpu.file
+        return
     region = Region.create(
         options.directory, instance=instance, node=node, tenant=tenant, incarnation=incarnation, layout=layout
     )
@@ -124,6 +143,28 @@ async def block_region(
         finally:
             stop.set()
             await ahead  # it must end before the region does
+    finally:
+        region.close()
+
+
+@contextmanager
+def _owner_on_gpu(region: CudaRegion, options: PoolOptions) -> Iterator[Owner]:
+    """All of its memory is there from the start: a GPU hands it out at once."""
+    try:
+        slots = DeviceSlots(region)
+        try:
+            yield Owner(
+                region.file.memory,
+                region.header,
+                locked=region.file.hazards_locked,
+                barrier=barrier_everywhere,
+                reservation_ttl_s=options.reservation_ttl_s,
+                pin_budget_bytes=options.pin_budget_bytes,
+                grace_s=grace_s(),
+                slot_memory=slots,
+            )
+        finally:
+            slots.close()
     finally:
         region.close()
 

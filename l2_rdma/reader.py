@@ -30,7 +30,7 @@ from kvcomm.tier import Block
 from l2_rdma.copying import copy_bytes
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, SUSPECT_COUNT, SUSPECT_FIRST_WORD, WORD_BYTES
+from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.region import Region
 
@@ -262,4 +262,4 @@ class Reader:
 
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1
-        self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+        self._words[suspect_word(offset)] = offset

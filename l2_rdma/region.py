@@ -24,7 +24,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from kvcomm.block import Generation, Incarnation
+from kvcomm.block import HEADER_BYTES, Generation, Incarnation
 from kvcomm.errors import ConfigError, Corrupt, Refused, Unavailable
 from kvcomm.namespace import TenantDigest
 from l2_rdma.layout import (
@@ -59,6 +59,8 @@ class Region:
         self.memory = memoryview(mapping)
         self.words = self.memory.cast("Q")
         self.atomics = Words(self.words, descriptor)
+        self.device: object | None = None
+        """What maps the slots, where ``header.device_slots``."""
         self._descriptor = descriptor
         self._backed_bytes = 0
         self._backing = threading.Lock()
@@ -75,15 +77,20 @@ class Region:
         tenant: TenantDigest,
         incarnation: Incarnation,
         layout: RegionLayout,
+        device_slots: bool = False,
     ) -> Region:
         """Make a region and become its owner.  No memory is behind the slots yet: see :meth:`back`.
+
+        Args:
+            device_slots: the slots are in a GPU's memory, and the file is full of holes; see
+                :meth:`back_header`.
 
         Raises:
             ConfigError: ``directory`` cannot hold it.
         """
         base = Generation(1 + secrets.randbelow(GENERATION_BASE_MAX - GENERATION_WINDOW))
-        header = RegionHeader(instance, node, tenant, incarnation, base, layout)
-        _require_room(directory, layout.region_bytes)
+        header = RegionHeader(instance, node, tenant, incarnation, base, layout, device_slots)
+        _require_room(directory, layout.slots_offset if device_slots else layout.region_bytes)
         path, descriptor = _create_locked(directory, f"{NAME_PREFIX}{_plain(instance)}-{_plain(node)}")
         try:
             os.ftruncate(descriptor, layout.region_bytes)
@@ -102,13 +109,16 @@ class Region:
         return region
 
     @staticmethod
-    def attach(path: str | Path, tenant: TenantDigest) -> Region:
+    def attach(path: str | Path, tenant: TenantDigest, *, device_slots: bool = False) -> Region:
         """Map somebody's region.
+
+        Args:
+            device_slots: the caller knows how to reach slots in a GPU's memory, and expects them there.
 
         Raises:
             Unavailable: it is gone, or its owner is closing it.
             Corrupt: it is not a region, or damaged.
-            Refused: it belongs to another user or another tenant.
+            Refused: it belongs to another user or another tenant, or its slots are elsewhere.
         """
         path = Path(path)
         try:
@@ -118,7 +128,7 @@ class Region:
         except OSError as error:
             raise Unavailable(f"region {path} cannot be opened: {error.strerror}") from error
         try:
-            return _map_verified(path, descriptor, tenant)
+            return _map_verified(path, descriptor, tenant, device_slots)
         except BaseException:
             os.close(descriptor)
             raise
@@ -149,6 +159,16 @@ class Region:
                 _allocate(self._descriptor, begin, size, self.path.parent)
                 self._backed_bytes = begin + size
             return self._backed_bytes
+
+    def back_header(self, offset: int) -> bool:
+        """Owner: put memory behind the header of the slot at ``offset``, where the payloads are elsewhere;
+        False
+        if the directory is full."""
+        try:
+            os.posix_fallocate(self._descriptor, offset, HEADER_BYTES)
+        except OSError:
+            return False
+        return True
 
     def populate(self, begin: int, end: int) -> bool:
         """Client: enter ``[begin, end)`` into this process's page tables, so that first reads do not fault
@@ -182,6 +202,7 @@ class Region:
         if self._close_file.alive and self._unlink is not None:
             self.words[STATE_WORD] = STATE_CLOSING
             self._unlink()
+        self.atomics.close()
         self._close_file()
 
     def _hazard_lock(self, first: int, count: int) -> bytes:
@@ -243,7 +264,7 @@ def _create_locked(directory: Path, stem: str) -> tuple[Path, int]:
     raise Unavailable(f"could not create a region in {directory}: something keeps removing it")
 
 
-def _map_verified(path: Path, descriptor: int, tenant: TenantDigest) -> Region:
+def _map_verified(path: Path, descriptor: int, tenant: TenantDigest, device_slots: bool) -> Region:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise Refused(f"region {path} is not a private file of this user")
@@ -256,6 +277,11 @@ def _map_verified(path: Path, descriptor: int, tenant: TenantDigest) -> Region:
         )
     if header.tenant != tenant:
         raise Refused(f"region {path} belongs to another tenant")
+    if header.device_slots != device_slots:
+        where = (
+            "a GPU's memory (add cuda to network.transports)" if header.device_slots else "the file itself"
+        )
+        raise Refused(f"the slots of region {path} are in {where}")
     try:
         mapping = mmap.mmap(descriptor, status.st_size)
     except OSError as error:

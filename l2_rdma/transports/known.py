@@ -34,7 +34,15 @@ def find_transports(names: Sequence[str], options: WireOptions) -> Found[Transpo
 
 def find_providers(names: Sequence[str], region: Region, options: WireOptions) -> Found[Provider]:
     """A pool's side of each wire."""
-    return _find(names, lambda module: cast("Provider", module.make_provider(region, options)))
+
+    def make(module: Any) -> Provider:
+        provider = cast("Provider", module.make_provider(region, options))
+        if region.header.device_slots and provider.name != "cuda":
+            provider.close()
+            raise Unavailable("the pool keeps its blocks in a GPU's memory, which only cuda reaches")
+        return provider
+
+    return _find(names, make)
 
 
 def _find(names: Sequence[str], make: Callable[[Any], T]) -> Found[T]:

@@ -40,6 +40,8 @@ class WireOptions:
     """Where the ``tcp`` provider listens."""
     rdma_device: str = ""
     """The ``verbs`` device to use; empty = the first one with a usable port and GID."""
+    cuda_device: int = 0
+    """The GPU of ``cuda``, as ``CUDA_VISIBLE_DEVICES`` numbers them."""
 
 
 class Extent(NamedTuple):

@@ -24,6 +24,8 @@ ENGINE_ROOMS = {
     "accelerate": ("kvcomm.engines", "kvcomm.demo"),
     "gguf": ("kvcomm.engines", "kvcomm.demo"),
     "vllm": ("kvcomm.engines", "kvcomm.demo"),
+    "triton": ("kvcomm.engines",),
+    "cuda": ("l2_rdma.transports.cuda",),
     "ray": ("kvcomm.engines", "controller"),
 }
 # Calls that read the world; their modules are kept out of pure code by the import contract, these are not.

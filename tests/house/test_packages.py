@@ -9,7 +9,7 @@ import pytest
 import kvcomm
 from tests.house.source import PACKAGES, ROOT, contract, file_of, pure_modules, pyproject
 
-HEAVY = ("torch", "transformers", "vllm", "ray", "grpc", "pyverbs", "numpy")
+HEAVY = ("torch", "transformers", "vllm", "ray", "grpc", "pyverbs", "numpy", "triton", "cuda")
 
 
 def _packages_in_tree(root: Path) -> set[str]:

@@ -13,7 +13,6 @@ import pytest
 from tests.contracts.transports.worlds import Link, Peer, World, directory_for_regions, reason_to_skip
 
 NEEDS = {
-    "tcp": "not there yet",
     "verbs": "needs an RDMA device; make test-rdma runs it in a guest that has one",
     "cuda": "needs a GPU",
 }

@@ -12,7 +12,8 @@ from tests.peers import soon
 def count(name: str, directory: Path, word: int, times: int) -> None:
     """Adds one, ``times`` times, in batches."""
     transport = open_transport(name)
-    channel = Control(directory).connect(transport)
+    control = Control(directory)  # the channel lives as long as it does
+    channel = control.connect(transport)
     offset = channel.header.layout.hazard_offset + word * 8
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -20,8 +21,10 @@ def count(name: str, directory: Path, word: int, times: int) -> None:
     for begin in range(0, times, 50):
         adding = [channel.fetch_add(offset, 1, soon()) for _ in range(min(50, times - begin))]
         transport.wait(adding)
-        assert [each.error for each in adding] == [None] * len(adding)
+        failed = [each.error for each in adding if each.error is not None]
+        assert not failed, failed[0]
     transport.close()
+    control.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,303 @@
+"""``CudaReader``: one-sided reads of a pool in GPU memory, for a process that wants the bytes on its own GPU.
+
+The protocol is ``l2_rdma.reader``'s: probe the index, pin, compare the generation word, verify.  Header and
+word are looked at in the region's file, so only payloads cross between GPUs:
+
+* a :class:`DeviceBlock` is a view of the pool's memory, pinned for as long as it or an array made from it
+  lives; a kernel of this process may read it where it is (``kvcomm.engines.kernels`` scatters it into a
+  paged cache);
+* :meth:`CudaReader.fetch` copies payloads into buffers of the caller's, from pinned slots.
+
+Payloads are verified by digests computed on the GPU, all that a call needs in one go, once per process and
+(offset, generation).  Without a pin to be had, a payload is copied out between two looks at the generation,
+and the copy is verified each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey, Generation
+from kvcomm.errors import Corrupt, PayloadError, Unavailable
+from l2_rdma.copying import address_of
+from l2_rdma.fence import full_fence, register_for_barriers
+from l2_rdma.index import Hint, IndexReader
+from l2_rdma.layout import RESERVED_FLAG, SUSPECT_COUNT, SUSPECT_FIRST_WORD, WORD_BYTES
+from l2_rdma.pins import PinTable
+from l2_rdma.reader import VERIFIED_MAX, ReaderCounters
+from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Stream
+from l2_rdma.transports.cuda.region import CudaRegion
+from l2_rdma.transports.cuda.xxh3 import LONG_BYTES_MIN, POINTER_ALIGNMENT
+
+_GENERATION_WORD = GENERATION_OFFSET // WORD_BYTES
+_SPIN_S = 0.0002
+_NAP_S = 0.00005
+
+
+class _Pin:
+    """Held by a block's buffer; ends with it."""
+
+    __slots__ = ("_number", "_pins")
+
+    def __init__(self, pins: PinTable, number: int) -> None:
+        self._pins = pins
+        self._number = number
+
+    def __del__(self) -> None:
+        self._pins.unpin(self._number)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlock:
+    """A verified block in the pool's GPU memory, pinned; read-only by agreement.
+
+    A kernel that reads it must be over before the last reference goes: GPUs know nothing of references.
+    """
+
+    header: BlockHeader
+    payload: DeviceBuffer
+    """``header.payload_bytes`` bytes, aligned to 256."""
+
+    @property
+    def key(self) -> BlockKey:
+        return self.header.key
+
+
+@dataclass(slots=True)
+class _Found:
+    """A pinned slot on its way to being a block."""
+
+    index: int
+    hint: Hint
+    header: BlockHeader
+    raw: bytes
+    payload: DeviceBuffer
+
+
+class CudaReader:
+    """Reads ``region`` through ``pins``.  Thread-safe."""
+
+    def __init__(
+        self, region: CudaRegion, pins: PinTable, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.region = region
+        self.pins = pins
+        self.counters = ReaderCounters()
+        self._clock = clock
+        self._gpu: Gpu = region.gpu
+        self._memory, self._words = region.file.memory, region.file.words
+        layout = region.header.layout
+        self._first, self._end = layout.slots_offset, layout.slots_end
+        self._index = IndexReader(self._memory, layout)
+        self._stream: Stream = region.gpu.stream()
+        self._verified: dict[int, tuple[Generation, bytes]] = {}
+        register_for_barriers()
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the index names.  Pins, renews and verifies nothing."""
+        return [self._index.probe(key) is not None for key in keys]
+
+    def view(self, keys: Sequence[BlockKey]) -> list[DeviceBlock | None]:
+        """The blocks where they are, pinned and verified; ``None`` for a miss, and for what could not be
+        pinned
+        (:meth:`fetch` gets that, too)."""
+        found = [self._pinned(index, key) for index, key in enumerate(keys)]
+        blocks: list[DeviceBlock | None] = [None] * len(keys)
+        for each in self._intact([each for each in found if isinstance(each, _Found)]):
+            blocks[each.index] = DeviceBlock(each.header, each.payload)
+            self._index.mark_referenced(each.hint.entry)
+        self.counters.hits += sum(block is not None for block in blocks)
+        self.counters.misses += sum(block is None for block in blocks)
+        return blocks
+
+    def fetch(
+        self, keys: Sequence[BlockKey], into: Sequence[DeviceBuffer], deadline: float
+    ) -> list[BlockHeader | None]:
+        """Copy payloads into buffers on this process's GPU; the header of each, ``None`` for a miss, whose
+        buffer
+        holds anything.
+
+        All copies are enqueued before one is waited for.
+
+        Raises:
+            PayloadError: a buffer is not as long as its payload.
+            Unavailable: the copies are not over by ``deadline`` (monotonic seconds); they are when this is
+                raised, and worth nothing.
+        """
+        if len(keys) != len(into):
+            raise ValueError(f"{len(keys)} keys and {len(into)} buffers")
+        blocks = self.view(keys)
+        headers: list[BlockHeader | None] = [block.header if block is not None else None for block in blocks]
+        for header, buffer in zip(headers, into, strict=True):
+            if header is not None:
+                _check_length(header, buffer)
+        for block, buffer in zip(blocks, into, strict=True):
+            if block is not None:
+                self._stream.copy(buffer.pointer, block.payload.pointer, block.payload.nbytes)
+        self._await(deadline)
+        for index, block in enumerate(blocks):
+            if block is None:
+                headers[index] = self._copied(keys[index], into[index])
+        return headers
+
+    def begin_write(self, offset: int, generation: int, size_bytes: int) -> int | None:
+        """Pin a reserved extent for writing; see ``Reader.begin_write``."""
+        if not self.region.header.owns_generation(generation) or not self._inside(offset, size_bytes):
+            return None
+        number = self.pins.pin(offset, size_bytes)
+        if number is not None and self._word(offset) != generation | RESERVED_FLAG:
+            self.pins.unpin(number)
+            return None
+        return number
+
+    def write(self, offset: int, header: bytes, payload: DeviceBuffer) -> None:
+        """Fill an extent pinned by :meth:`begin_write`, all but its generation word; over when this
+        returns."""
+        summed = memoryview(header)[:GENERATION_OFFSET]
+        self._stream.copy(self.region.address(offset), address_of(summed), summed.nbytes)
+        self._stream.copy(self.region.address(offset + HEADER_BYTES), payload.pointer, payload.nbytes)
+        self._stream.wait()
+
+    def end_write(self, number: int) -> None:
+        self.pins.unpin(number)
+
+    def digest(self, payload: DeviceBuffer) -> int:
+        """What a header says of this payload: xxh3-64."""
+        return self._digests([payload])[0]
+
+    def close(self) -> None:
+        """Wait for what is under way.  Views stay valid for as long as the region is mapped."""
+        self._stream.close()
+
+    # -- finding and verifying
+
+    def _pinned(self, index: int, key: BlockKey) -> _Found | None:
+        """Twice, if the slot moves on in between."""
+        for attempt in range(2):
+            hint = self._index.probe(key)
+            if hint is None or not self._inside(hint.offset, hint.copy_bytes):
+                return None
+            self.counters.retries += attempt
+            number = self.pins.pin(hint.offset, hint.copy_bytes)
+            if number is None:
+                return None
+            pin = _Pin(self.pins, number)
+            if self._word(hint.offset) != hint.generation:
+                continue
+            header, raw = self._header(hint, key)
+            if header is None:
+                self._report(hint.offset)
+                return None
+            payload = self._payload(hint, pin)
+            return _Found(index, hint, header, raw, payload)
+        return None
+
+    def _header(self, hint: Hint, key: BlockKey) -> tuple[BlockHeader | None, bytes]:
+        raw = bytes(self._memory[hint.offset : hint.offset + HEADER_BYTES])
+        try:
+            header = BlockHeader.unpack(raw)
+        except Corrupt:
+            return None, raw
+        fits = header.key == key and HEADER_BYTES + header.payload_bytes == hint.copy_bytes
+        return (header if fits else None), raw[:GENERATION_OFFSET]
+
+    def _payload(self, hint: Hint, owner: object) -> DeviceBuffer:
+        return DeviceBuffer(
+            self.region.address(hint.offset + HEADER_BYTES), hint.copy_bytes - HEADER_BYTES, owner
+        )
+
+    def _intact(self, found: Sequence[_Found]) -> list[_Found]:
+        """Those whose payload is what the header says."""
+        unknown = [each for each in found if not self._known(each)]
+        digests = self._digests([each.payload for each in unknown])
+        damaged = set()
+        for each, digest in zip(unknown, digests, strict=True):
+            if digest != each.header.payload_checksum:
+                self._report(each.hint.offset)
+                damaged.add(each.index)
+                continue
+            self.counters.payloads_verified += 1
+            if len(self._verified) >= VERIFIED_MAX:
+                self._verified.clear()
+            self._verified[each.hint.offset] = each.hint.generation, each.raw
+        return [each for each in found if each.index not in damaged]
+
+    def _known(self, found: _Found) -> bool:
+        return self._verified.get(found.hint.offset) == (found.hint.generation, found.raw)
+
+    def _digests(self, payloads: Sequence[DeviceBuffer]) -> list[int]:
+        usual = [each for each in payloads if _fits_kernels(each)]
+        found = iter(self._gpu.digests([(each.pointer, each.nbytes) for each in usual]) if usual else [])
+        return [next(found) if _fits_kernels(each) else self._host_digest(each) for each in payloads]
+
+    def _host_digest(self, payload: DeviceBuffer) -> int:
+        on_host = memoryview(bytearray(max(payload.nbytes, 1)))
+        if payload.nbytes:
+            self._stream.copy(address_of(on_host), payload.pointer, payload.nbytes)
+            self._stream.wait()
+        return xxh3_64_intdigest(on_host[: payload.nbytes])
+
+    def _copied(self, key: BlockKey, into: DeviceBuffer) -> BlockHeader | None:
+        """Without a pin: between two looks at the generation word (a sequence lock), then the copy itself is
+        verified."""
+        hint = self._index.probe(key)
+        if hint is None or not self._inside(hint.offset, hint.copy_bytes):
+            return None
+        if self._word(hint.offset) != hint.generation:
+            return None
+        header, _ = self._header(hint, key)
+        if header is None:
+            return None
+        _check_length(header, into)
+        self._stream.copy(into.pointer, self.region.address(hint.offset + HEADER_BYTES), into.nbytes)
+        self._stream.wait()
+        full_fence()
+        if self._word(hint.offset) != hint.generation:
+            return None
+        if self._digests([into])[0] != header.payload_checksum:
+            self._report(hint.offset)
+            return None
+        self.counters.unpinned_copies += 1
+        self.counters.payloads_verified += 1
+        self.counters.misses -= 1
+        self.counters.hits += 1
+        self._index.mark_referenced(hint.entry)
+        return header
+
+    def _await(self, deadline: float) -> None:
+        marker = self._stream.mark()
+        begun = self._clock()
+        try:
+            while not marker.done():
+                now = self._clock()
+                if now >= deadline:
+                    self._stream.wait()
+                    raise Unavailable("the copies were not over in time")
+                if now - begun > _SPIN_S:
+                    time.sleep(_NAP_S)
+        finally:
+            marker.release()
+
+    def _word(self, offset: int) -> int:
+        return self._words[offset // WORD_BYTES + _GENERATION_WORD]
+
+    def _inside(self, offset: int, size_bytes: int) -> bool:
+        in_slots = self._first <= offset and offset + size_bytes <= self._end
+        return in_slots and offset % HEADER_BYTES == 0 and size_bytes >= HEADER_BYTES
+
+    def _report(self, offset: int) -> None:
+        self.counters.corrupt += 1
+        self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+
+
+def _fits_kernels(payload: DeviceBuffer) -> bool:
+    return payload.nbytes >= LONG_BYTES_MIN and payload.pointer % POINTER_ALIGNMENT == 0
+
+
+def _check_length(header: BlockHeader, into: DeviceBuffer) -> None:
+    if into.nbytes != header.payload_bytes:
+        raise PayloadError(f"the payload is {header.payload_bytes} bytes, the buffer {into.nbytes}")
