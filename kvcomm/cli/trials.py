@@ -113,6 +113,7 @@ class Trials:
             timeout_s=self.timeout_s,
             listen_host=self.wires.listen_host,
             rdma_device=self.wires.rdma_device,
+            cuda_device=self.wires.cuda_device,
             directory=directory,
             secret=secret,
             address=address,

@@ -50,10 +50,27 @@ def _verbs(module: Any, options: WireOptions) -> Facts:
     return facts
 
 
+def _cuda(module: Any, options: WireOptions) -> Facts:
+    from l2_rdma.transports.cuda.runtime import ALLOCATION_UNIT_BYTES, dma_buf_support, open_gpu
+
+    gpu = open_gpu(options.cuda_device)
+    pointer = gpu.allocate(ALLOCATION_UNIT_BYTES)
+    try:
+        exported = dma_buf_support(gpu, pointer, ALLOCATION_UNIT_BYTES)
+    finally:
+        gpu.free(pointer)
+    major, minor = gpu.capability
+    return {
+        "device": f"{options.cuda_device}: {gpu.name}",
+        "compute capability": f"{major}.{minor}",
+        "dma-buf export (for GPUDirect RDMA)": exported,
+    }
+
+
 def _gid(address: str) -> str:
     """The form that people know: RoCE v2 carries IPv4 addresses."""
     parsed = ipaddress.IPv6Address(address)
     return f"::ffff:{parsed.ipv4_mapped}" if parsed.ipv4_mapped else str(parsed)
 
 
-_TELLERS: dict[str, Callable[[Any, WireOptions], Facts]] = {"verbs": _verbs}
+_TELLERS: dict[str, Callable[[Any, WireOptions], Facts]] = {"verbs": _verbs, "cuda": _cuda}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcomm.errors import Unavailable
 from l2_rdma.transports.facts import facts_of
 from l2_rdma.transports.port import WireOptions
 
@@ -63,3 +64,8 @@ def test_an_ipv6_gid_is_written_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wires_without_a_device_have_nothing_to_tell() -> None:
     assert facts_of("shm", WireOptions()) == facts_of("tcp", WireOptions()) == {}
+
+
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    with pytest.raises(Unavailable):
+        facts_of("cuda", WireOptions(cuda_device=10_000))
