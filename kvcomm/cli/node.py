@@ -72,7 +72,14 @@ class NodeProcess:
         return Path(root) / self.node if root else None
 
     async def announce(
-        self, backend: StoreBackend, addresses: list[str], region: str, refresh: Callable[[], None]
+        self,
+        backend: StoreBackend,
+        addresses: list[str],
+        region: str,
+        refresh: Callable[[], None],
+        *,
+        transports: Sequence[str] = (),
+        refused_transports: Mapping[str, str] | None = None,
     ) -> None:
         """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date."""
         from kvcomm.control import ControlServer
@@ -104,6 +111,8 @@ class NodeProcess:
             metrics=metrics,
             incarnation=self.incarnation,
             region=region,
+            transports=list(transports),
+            refused_transports=dict(refused_transports or {}),
         )
         self.instance.register(self._record)
 

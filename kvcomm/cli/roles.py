@@ -56,7 +56,15 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
-        work = process.announce(backend, running.addresses, running.region, refresh)
+        refused = running.refused_transports
+        work = process.announce(
+            backend,
+            running.addresses,
+            running.region,
+            refresh,
+            transports=[name for name in network.transports if name not in refused],
+            refused_transports=refused,
+        )
         announcing.append(asyncio.create_task(_or_stop(work, stop)))
 
     try:
