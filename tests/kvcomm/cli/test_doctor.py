@@ -45,6 +45,12 @@ def test_what_a_running_cluster_holds_is_not_missing(tmp_path: Path, monkeypatch
     assert [each.verdict for each in doctor._memory(CONFIG)] == ["ok"]
 
 
+def test_pools_in_gpu_memory_want_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, tmp_path, 1 << 20)
+    on_gpu = replace(CONFIG, cache=replace(CONFIG.cache, l2_device="cuda:0"))
+    assert [each.verdict for each in doctor._memory(on_gpu)] == ["ok"]
+
+
 def test_a_host_without_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
     (finding,) = doctor._memory(CONFIG)
