@@ -107,7 +107,7 @@ def test_a_pools_blocks_are_put_where_the_configuration_says(
     monkeypatch.setattr(pool, "run_pool", run_pool)
     monkeypatch.setattr(runtime, "open_gpu", lambda ordinal: f"gpu {ordinal}")
     config = tmp_path / "kvcomm.yaml"
-    config.write_text("cache: {l2_device: 'cuda:1', l2_size: 1GiB}\nnetwork: {transports: [cuda]}\n")
+    config.write_text("cache: {l2_device: 'cuda:1', l2_size: 1GiB}\nnetwork: {transports: [cuda, tcp]}\n")
     Instance.create("roles")
     asyncio.run(roles._pool(NodeProcess("roles", "pool-0", "pool", config), lifeline=False))
     assert given["options"].gpu == "gpu 1"
