@@ -118,7 +118,7 @@ def serve(transport: str, directory: Path, incarnation: int) -> None:
     """Until standard input ends."""
     reclaim_stale(directory)  # of the peer whose place this one takes
     memory = open_memory(transport, directory, incarnation)
-    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
+    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
     found = find_providers([transport], memory.region, options)
     if found.refused:
         say(refused=found.refused[transport])
