@@ -166,7 +166,7 @@ class Listening:
 
 def open_provider(transport: str, memory: HostMemory) -> Provider | None:
     """``None``: it does not run here, and the test is told why."""
-    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
+    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
     found = find_providers([transport], memory.region, options)
     if found.refused:
         say(refused=found.refused[transport])
