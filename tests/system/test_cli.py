@@ -55,6 +55,10 @@ def test_status_names_every_node(cluster: Cluster) -> None:
     assert rows["shard-0"]["epoch"] >= 1
     table = kvcomm("status", "--instance", cluster.instance.name).stdout.decode()
     assert all(node in table for node in rows)
+    assert {"shm", "tcp"} <= set(rows["pool-0"]["transports"])
+    assert "pool-0 offers shm" in table
+    for name, why in rows["pool-0"]["refused_transports"].items():
+        assert f"pool-0 refuses {name}: {why}" in table
 
 
 def test_doctor_finds_the_cluster_well(cluster: Cluster) -> None:
