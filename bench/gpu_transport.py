@@ -3,8 +3,8 @@
     python -m bench.gpu_transport --json out.json [--pool-gpu 1] [--markdown out.md]
 
 A pool process keeps its blocks on GPU ``--pool-gpu``; this process reads from GPU 0.  With 1 instead of 0 the
-bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work over, and
-stands beside the plain copy of the same bytes over the same way, called from Python the same way.
+bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work over,
+and stands beside the plain copy of the same bytes over the same way, called from Python the same way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def fetching(
     first_s = time.perf_counter() - begun
     correct = download(gpu, targets[-1]) == payload_bytes(keys[-1], size)
     extents = [
-        Extent(pool.reader._index.probe(key).offset + 256, header.payload_bytes)  # type: ignore[union-attr]
+        Extent(pool.reader._index.probe(key).offset + 256, header.payload_bytes)
         for key, header in zip(keys, headers, strict=True)
     ]
 
@@ -185,7 +186,7 @@ def fetching(
     row["first_fetch_verified_gbps"] = count * size / first_s / 1e9
     for label, some in (("pipelined", count), ("single", 1)):
         taken = interleaved(
-            {"plain": lambda: plain(some), "channel": lambda: channel(some), "fetch": lambda: fetch(some)},
+            {each.__name__: partial(each, some) for each in (plain, channel, fetch)},
             rounds,
         )
         row[label] = {
