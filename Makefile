@@ -1,19 +1,20 @@
 # Everything runs in a virtual environment of this checkout. Nothing is installed twice: a stamp file in the
 # environment is newer than the lists of packages, or the packages are installed again.
 #
-#   make demo | test | check | bench | sim | sim-planted | clean
+#   make demo | test | test-rdma | check | bench | sim | sim-planted | clean
 #
 # Variables: PYTHON (interpreter), VENV (folder), PIP_FLAGS (e.g. "--no-index --find-links wheels"),
 # TEST_EXTRAS, SEEDS, FIRST, MODE, JOBS (of the simulator; 0 = one a core), DEMO_FLAGS, BENCH_FLAGS,
-# PYTEST_FLAGS (e.g. "-m 'not slow'").
+# PYTEST_FLAGS (e.g. "-m 'not slow'"), RDMA_FLAGS (pytest's, of test-rdma).
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
-TEST_EXTRAS ?= dev,transformers,demo
+TEST_EXTRAS ?= dev,transformers,demo,bench
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
+RDMA_FLAGS ?=
 SEEDS ?= 600
 FIRST ?= 0
 MODE ?= safety
@@ -26,12 +27,13 @@ TEST_INSTALLED := $(VENV)/.installed-test
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sim sim-planted clean
+.PHONY: help demo test test-rdma check bench sim sim-planted clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    run the demonstration"
 	@echo "make test    all checks and all tests, as CI runs them"
+	@echo "make test-rdma   the tests with RDMA verbs, in a guest with soft-RoCE devices (deploy/softroce)"
 	@echo "make check   format, lint, types, import contracts, house rules"
 	@echo "make bench   the benchmarks"
 	@echo "make sim     simulated clusters under drawn faults (SEEDS=600 FIRST=0 MODE=safety JOBS=0)"
@@ -58,6 +60,9 @@ demo: $(DEMO_INSTALLED)
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-rdma: $(TEST_INSTALLED)
+	VENV=$(VENV) scripts/test-rdma $(RDMA_FLAGS)
 
 check: $(TEST_INSTALLED)
 	VENV=$(VENV) scripts/check

@@ -1,5 +1,5 @@
-"""The generated part of ``docs/benchmarks.md``, between two markers; what stands around it is written by
-hand."""
+"""The generated parts of ``docs/benchmarks.md``, each between two markers; what stands around them is written
+by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from bench.host import Host
 from bench.report import Report, claims_table, detail_table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BEGIN = "<!-- begin: written by python -m bench --write-docs -->"
+RECORDS = DOCUMENT.parent / "plots"
+"""What the pictures there are drawn from lies beside them."""
 END = "<!-- end -->"
+
+
+def begin(module: str) -> str:
+    """The marker before what ``python -m module --write-docs`` writes."""
+    return f"<!-- begin: written by python -m {module} --write-docs -->"
+
+
+BEGIN = begin("bench")
 
 
 def rendered(host: Host, reports: Sequence[Report]) -> str:
@@ -22,14 +31,14 @@ def rendered(host: Host, reports: Sequence[Report]) -> str:
     return "\n\n".join(parts)
 
 
-def written_into(text: str, generated: str) -> str:
-    """``text`` with the part between the markers replaced.
+def written_into(text: str, generated: str, marker: str = BEGIN) -> str:
+    """``text`` with the part between ``marker`` and the next end replaced.
 
     Raises:
         ValueError: a marker is missing, or they stand in the wrong order.
     """
-    before, begin, rest = text.partition(BEGIN)
+    before, found, rest = text.partition(marker)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the document needs the lines {BEGIN!r} and {END!r}, in this order")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+    if not found or not end:
+        raise ValueError(f"the document needs the lines {marker!r} and {END!r}, in this order")
+    return f"{before}{marker}\n\n{generated}\n\n{END}{after}"

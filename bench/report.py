@@ -103,7 +103,7 @@ def claims_table(reports: Sequence[Report]) -> str:
     lines = ["| target | measured (p10 – p90) | verdict |", "| --- | --- | --- |"]
     for report in reports:
         for claim in report.claims:
-            target = f"{claim.what} {'≤' if claim.sign == '<=' else '≥'} {_number(claim.target)} {claim.unit}"
+            target = f"{claim.what} {'≤' if claim.sign == '<=' else '≥'} {number(claim.target)} {claim.unit}"
             lines.append(f"| {target} | {_shown(claim.measured)} {claim.unit} | {_verdict(claim)} |")
         for skipped in report.skipped:
             lines.append(f"| {skipped.what} | | not run: {skipped.reason} |")
@@ -133,10 +133,11 @@ def _verdict(claim: Claim) -> str:
 
 
 def _shown(spread: Spread) -> str:
-    return f"{_number(spread.median)} ({_number(spread.p10)} – {_number(spread.p90)})"
+    return f"{number(spread.median)} ({number(spread.p10)} – {number(spread.p90)})"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

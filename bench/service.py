@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,11 @@ def settle(running: Service) -> None:
 
     They do that in the background for the first seconds, and we measure what comes after.
     """
-    pids = [os.getpid(), *(node.pid for node in running.instance.nodes())]
+    settle_processes([os.getpid(), *(node.pid for node in running.instance.nodes())])
+
+
+def settle_processes(pids: Sequence[int]) -> None:
+    """The same for these processes: until none of them has more shared memory in its page tables."""
     deadline, before, since = time.monotonic() + SETTLE_DEADLINE_S, -1, time.monotonic()
     while time.monotonic() < min(deadline, since + QUIET_S):
         shared = sum(shared_kib(pid) for pid in pids)

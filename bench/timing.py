@@ -22,6 +22,9 @@ CALLS_MAX = 2_000
 """Most calls in one turn: more would only average away what the percentiles should show."""
 
 
+_CLOCK_READS = 1_000
+
+
 class Operation(Protocol):
     """Something to time.  It times itself, so that a peer in a process of its own needs no extra hop."""
 
@@ -53,6 +56,26 @@ class Call:
             if after is not None:
                 after()
         return taken
+
+
+def repeated(call: Call, number: int) -> Call:
+    """The same, ``number`` of them one after the other in each call, where reading the clock costs as much as
+    what is timed; it has no ``after``."""
+    assert call.after is None
+
+    def repeat() -> None:
+        for _ in range(number):
+            call.function()
+
+    return Call(call.name, repeat, items=call.items * number)
+
+
+def clock_cost_s() -> float:
+    """Seconds that reading the clock takes: tens of nanoseconds, or microseconds in a guest that traps it."""
+    begin = time.perf_counter()
+    for _ in range(_CLOCK_READS):
+        time.perf_counter()
+    return (time.perf_counter() - begin) / _CLOCK_READS
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,11 +201,7 @@ class BlockService:
         assert isinstance(message, BlockReserve)
         self._require_region(origin)
         wants = _checked_wants(message.wants)
-        grants = self._grant(origin, wants)
-        if self._channels is not None and self._channels.writes_unseen(origin.connection):
-            granted = [grant.token for grant in grants if grant.status == "granted"]
-            self._store.expose(granted)
-        return BlockReserved(grants)
+        return BlockReserved(self._grant(origin, wants))
 
     def _grant(self, origin: Origin, wants: list[Want]) -> list[Grant]:
         """First copy wins, also where only the depot has it."""
@@ -261,7 +257,10 @@ class BlockService:
         assert isinstance(message, ChannelOpen)
         if self._channels is None:
             raise Refused("this server has no memory that can be read one-sided")
-        answer = self._channels.open(origin.connection, origin.tenant, message.transport, message.proposal)
+        holder = origin.connection
+        answer = self._channels.open(holder, origin.tenant, message.transport, message.proposal)
+        if self._channels.writes_unseen(holder):
+            self._store.expose(holder)
         return ChannelOpened(answer)
 
     def fence_late_writers(self) -> None:

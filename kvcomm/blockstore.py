@@ -104,9 +104,9 @@ class BlockStore(Protocol):
         """
         ...
 
-    def expose(self, tokens: Sequence[int]) -> None:
-        """The holder of these reservations writes through a one-sided channel, which nobody here sees: like
-        :meth:`extent`, and :meth:`fenced` ends it too."""
+    def expose(self, holder: int) -> None:
+        """From now on this holder writes through one-sided channels, which nobody here sees: what it has
+        reserved and will reserve is like an :meth:`extent`, until it is :meth:`fenced`."""
         ...
 
     def late_writers(self) -> list[int]:

@@ -138,6 +138,14 @@ def _tenant(value: Any, _ram_bytes: int) -> str:
     return value
 
 
+def _host(value: Any, _ram_bytes: int) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
+        _unlike(value, "a host name or an address, without a port")
+    if value in ("0.0.0.0", "::"):
+        raise ValueError(f"is {value!r}, but others are told this address: name one that they reach")
+    return value
+
+
 def _one_of(*choices: str, unavailable: Mapping[str, str] | None = None) -> Parser:
     def parse(value: Any, _ram_bytes: int) -> str:
         if isinstance(value, str) and value in choices:
@@ -269,6 +277,19 @@ class NetworkConfig:
         "What may carry blocks, preferred first: `shm` (same host), `cuda`, `verbs` (RDMA), `tcp`. This "
         "version runs `shm` and `tcp` and passes over the others; without `shm` every read is a copy over a "
         "socket.",
+    )  # fmt: skip
+    listen_host: str = _setting(
+        "listen_host", _host, "127.0.0.1",
+        "Where the nodes' TCP ports (the data wire, and the transport `tcp`) listen, and what others are "
+        "told to call. Loopback: nobody outside this host reaches them. Any other address lets agents of "
+        "other hosts in, and **tokens and blocks then travel in clear**: use it on a network where nobody "
+        "listens who should not.",
+    )  # fmt: skip
+    rdma_device: str = _setting(
+        "rdma_device", _text, "",
+        "The RDMA device that `verbs` uses (as `kvcomm doctor` names it). Empty: the first one with an "
+        "active port and a usable GID, which on a host with several need not be the one that reaches the "
+        "others.",
     )  # fmt: skip
     request_timeout_s: float = _setting(
         "request_timeout", _positive_seconds, "2s",

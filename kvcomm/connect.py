@@ -181,7 +181,7 @@ def _find(
 
     if address is not None and instance is not None:
         raise ConfigError("name the cluster by address or by instance, not by both")
-    token = token or os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
+    token = token or find_token(settings)
     if address is None and instance is None:
         address = os.environ.get(ADDRESS_VARIABLE) or None
         instance = None if address else os.environ.get(INSTANCE_VARIABLE) or None
@@ -213,6 +213,11 @@ def _incarnation() -> Incarnation:
     import secrets
 
     return Incarnation(secrets.randbits(64) | 1)
+
+
+def find_token(settings: Config) -> str | None:
+    """The token of ``$KVCOMM_TOKEN``, else of ``security.token_file``, if there is one."""
+    return os.environ.get(TOKEN_VARIABLE) or _token_from(settings)
 
 
 def _token_from(settings: Config) -> str | None:

@@ -13,7 +13,11 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcomm.errors import KVCommError
 
 HUGE_PAGE_BYTES = 2 << 20
 COPIES_A_SLAB = 4
@@ -26,12 +30,25 @@ SMALL_BYTES = 64 << 10
 _ALIGNMENT = 64
 
 
+class Registration(Protocol):
+    """A slab that something beside us (a NIC, a GPU) knows by its address, and may write to."""
+
+    def close(self) -> None:
+        """It does not any more.  Idempotent."""
+        ...
+
+
+Register = Callable[[memoryview], Registration]
+
+
 @dataclass(eq=False, slots=True)
 class _Slab:
     memory: mmap.mmap
     size: int
     filled: int = 0
     live: int = 0
+    registrations: dict[str, Registration] = field(default_factory=dict)
+    """By who asked for them."""
 
 
 class Slabs:
@@ -49,6 +66,31 @@ class Slabs:
         self._gone: deque[_Slab] = deque()
         """A copy of each of these has died.  Finalizers only append here: they may run inside our own
         lock."""
+        self._registers: dict[str, Register] = {}
+        self._registered: set[_Slab] = set()
+        """Slabs with registrations: they are ours until these are closed."""
+
+    def register_with(self, name: str, register: Register) -> None:
+        """Have every slab known to ``name`` from now on, those that copies are carved from now and those to
+        come, until the slab goes back to the system.
+
+        Where it cannot be (``register`` raises a ``KVCommError``: too much locked memory, say) the slab is
+        used unregistered.  Has no effect for a name that is registered with.
+        """
+        with self._lock:
+            if name not in self._registers:
+                self._registers[name] = register
+                self._collect()
+                for slab in [*self._open.values(), *(each for idle in self._idle.values() for each in idle)]:
+                    self._register(slab, name)
+
+    def unregister(self, name: str) -> None:
+        """Close all registrations made for ``name``: what they were made with is about to end.  Copies stay
+        valid."""
+        with self._lock:
+            self._registers.pop(name, None)
+            for slab in list(self._registered):
+                self._deregister(slab, name)
 
     def take(self, size: int) -> memoryview:
         """``size`` writable bytes of arbitrary content."""
@@ -74,7 +116,7 @@ class Slabs:
         if slab is None or slab.filled + size > slab.size:
             if slab is not None and not slab.live:
                 self._retire(slab)
-            slab = self._open[slab_bytes] = self._reuse(slab_bytes) or _new_slab(slab_bytes)
+            slab = self._open[slab_bytes] = self._reuse(slab_bytes) or self._new(slab_bytes)
         offset = slab.filled
         slab.filled += -(-size // _ALIGNMENT) * _ALIGNMENT
         slab.live += 1
@@ -95,6 +137,9 @@ class Slabs:
             slab.filled = 0
             self._idle.setdefault(slab.size, []).append(slab)
             self._idle_bytes += slab.size
+        else:
+            for name in list(slab.registrations):
+                self._deregister(slab, name)
 
     def _reuse(self, slab_bytes: int) -> _Slab | None:
         idle = self._idle.get(slab_bytes)
@@ -102,6 +147,26 @@ class Slabs:
             return None
         self._idle_bytes -= slab_bytes
         return idle.pop()
+
+    def _new(self, slab_bytes: int) -> _Slab:
+        slab = _new_slab(slab_bytes)
+        for name in self._registers:
+            self._register(slab, name)
+        return slab
+
+    def _register(self, slab: _Slab, name: str) -> None:
+        try:
+            slab.registrations[name] = self._registers[name](memoryview(slab.memory))
+        except KVCommError:
+            return
+        self._registered.add(slab)
+
+    def _deregister(self, slab: _Slab, name: str) -> None:
+        registration = slab.registrations.pop(name, None)
+        if registration is not None:
+            registration.close()
+        if not slab.registrations:
+            self._registered.discard(slab)
 
 
 def _slab_bytes(size: int) -> int:

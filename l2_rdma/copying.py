@@ -19,7 +19,18 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
     if source.nbytes < RELEASE_GIL_BYTES:
         destination.cast("B")[:] = source.cast("B")
         return
-    ctypes.memmove(_address(destination, _WRITABLE), _address(source, _SIMPLE), source.nbytes)
+    ctypes.memmove(address_of(destination, writable=True), address_of(source), source.nbytes)
+
+
+def address_of(view: memoryview, *, writable: bool = False) -> int:
+    """Of the first byte; valid while ``view`` lives.  Read-only memory too, unless it must be ``writable``
+    (``ctypes``' own ``from_buffer`` refuses that)."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), _WRITABLE if writable else _SIMPLE)
+    address = buffer.buf
+    _release(ctypes.byref(buffer))
+    assert address is not None
+    return int(address)
 
 
 def address_of(view: memoryview) -> int:
@@ -51,14 +62,3 @@ _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_in
 _release = ctypes.pythonapi.PyBuffer_Release
 _release.argtypes = (ctypes.POINTER(_PyBuffer),)
 _release.restype = None
-
-
-def _address(view: memoryview, flags: int) -> int:
-    """Of the first byte, read-only memory included (``ctypes``' own ``from_buffer`` refuses that); valid
-    while ``view`` lives."""
-    buffer = _PyBuffer()
-    _get_buffer(view, ctypes.byref(buffer), flags)
-    address = buffer.buf
-    _release(ctypes.byref(buffer))
-    assert address is not None
-    return int(address)

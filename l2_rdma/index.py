@@ -28,7 +28,6 @@ from l2_rdma.layout import BUCKET_BYTES, BUCKET_ENTRIES, ENTRY_BYTES, WORD_BYTES
 
 _SUMMED = struct.Struct("<16sQQQ")
 _ENTRY = struct.Struct("<16sQQQQQ8x")
-_CHECKSUM = struct.Struct("<Q")
 _TAG_BYTES = 16
 _REFERENCED_WORD = 48 // WORD_BYTES
 _EMPTY = bytes(ENTRY_BYTES)
@@ -43,7 +42,7 @@ class Hint(NamedTuple):
     offset: int
     copy_bytes: int
     entry: int
-    """Number of the entry, for :meth:`IndexReader.mark_referenced`."""
+    """Number of the entry, for its mark."""
 
 
 class IndexReader:
@@ -57,15 +56,11 @@ class IndexReader:
 
     def probe(self, key: BlockKey) -> Hint | None:
         """The entry for ``key``, or ``None``; a torn entry counts as absent."""
-        tag = key[:_TAG_BYTES]
         for bucket in candidate_buckets(key, self._bucket_count):
             begin = self._offset + bucket * BUCKET_BYTES
-            snapshot = bytes(self._memory[begin : begin + BUCKET_BYTES])
-            at = snapshot.find(tag)
-            while at >= 0:
-                if at % ENTRY_BYTES == 0 and (hint := _parse(snapshot, at, bucket)):
-                    return hint
-                at = snapshot.find(tag, at + 1)
+            hint = find_hint(bytes(self._memory[begin : begin + BUCKET_BYTES]), bucket, key)
+            if hint is not None:
+                return hint
         return None
 
     def mark_referenced(self, entry: int) -> None:
@@ -158,14 +153,40 @@ def candidate_buckets(key: BlockKey, bucket_count: int) -> tuple[int, int]:
     return first, second
 
 
+def find_hint(snapshot: bytes, bucket: int, key: BlockKey) -> Hint | None:
+    """The entry for ``key`` in a copy of a bucket, however it was read; a torn entry counts as absent."""
+    tag = key[:_TAG_BYTES]
+    at = snapshot.find(tag)
+    while at >= 0:
+        if at % ENTRY_BYTES == 0 and (hint := _parse(snapshot, at, bucket)):
+            return hint
+        at = snapshot.find(tag, at + 1)
+    return None
+
+
+def bucket_offset(layout: RegionLayout, bucket: int) -> int:
+    """Of a bucket's first byte, in the region."""
+    return layout.index_offset + bucket * BUCKET_BYTES
+
+
+def is_marked(snapshot: bytes, entry: int) -> bool:
+    """Whether ``entry`` was read since the owner last looked, by a copy of its bucket."""
+    begin = entry % BUCKET_ENTRIES * ENTRY_BYTES + _REFERENCED_WORD * WORD_BYTES
+    return any(snapshot[begin : begin + WORD_BYTES])
+
+
+def mark_offset(layout: RegionLayout, entry: int) -> int:
+    """Of an entry's mark, in the region: a word, 1 = read since the owner last looked."""
+    return layout.index_offset + entry * ENTRY_BYTES + _REFERENCED_WORD * WORD_BYTES
+
+
 def _packed(key: BlockKey, generation: Generation, offset: int, copy_bytes: int) -> bytes:
     fields = _SUMMED.pack(key[:_TAG_BYTES], generation, offset, copy_bytes)
     return _ENTRY.pack(key[:_TAG_BYTES], generation, offset, copy_bytes, xxh3_64_intdigest(fields), 0)
 
 
 def _parse(snapshot: bytes, at: int, bucket: int) -> Hint | None:
-    _, generation, offset, copy_bytes = _SUMMED.unpack_from(snapshot, at)
-    checksum = _CHECKSUM.unpack_from(snapshot, at + _SUMMED.size)[0]
+    _, generation, offset, copy_bytes, checksum, _ = _ENTRY.unpack_from(snapshot, at)
     if not generation or checksum != xxh3_64_intdigest(snapshot[at : at + _SUMMED.size]):
         return None
     return Hint(Generation(generation), offset, copy_bytes, bucket * BUCKET_ENTRIES + at // ENTRY_BYTES)

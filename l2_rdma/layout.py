@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import Buffer, Generation, Incarnation
+from kvcomm.block import HEADER_BYTES, Buffer, Generation, Incarnation
 from kvcomm.errors import ConfigError, Corrupt
 from kvcomm.namespace import TenantDigest
 
@@ -121,6 +121,17 @@ class RegionLayout:
     @property
     def slots_end(self) -> int:
         return self.slots_offset + self.slab_bytes * self.slab_count
+
+    def holds_copy(self, offset: int, copy_bytes: int) -> bool:
+        """Whether a copy can be there: what an index or a peer says is only a hint, never to be followed out
+        of the slots."""
+        in_slots = self.slots_offset <= offset and offset + copy_bytes <= self.slots_end
+        return in_slots and offset % HEADER_BYTES == 0 and HEADER_BYTES <= copy_bytes <= self.slab_bytes
+
+
+def suspect_word(offset: int) -> int:
+    """Index of the word in which to leave a suspected slot's offset."""
+    return SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT
 
 
 def plan_layout(

@@ -79,10 +79,10 @@ class _Slot:
     holder: int
     expires_at: float
     state: Literal["reserved", "published", "retired"] = "reserved"
-    exposed: bool = False
-    """Somebody may be writing to it who is seen by no hazard: a socket of this process, or a channel."""
+    receiving: bool = False
+    """A socket of this process may be writing to it."""
     by_channel: bool = False
-    """It is exposed to its holder's channels."""
+    """Its holder may be writing to it through a one-sided channel."""
     leases: int = 0
     parent: BlockKey = NO_PARENT
     entry: int | None = None
@@ -94,6 +94,15 @@ class _Slot:
     @property
     def offset(self) -> int:
         return self.place.offset
+
+    @property
+    def exposed(self) -> bool:
+        """Somebody may be writing to it who is seen by no hazard."""
+        return self.receiving or self.by_channel
+
+    def cover(self) -> None:
+        """Nobody is any more."""
+        self.receiving = self.by_channel = False
 
 
 class SlotLease:
@@ -167,7 +176,8 @@ class Owner:
         self._listed = KeyShelves()  # the keys of _published
         self._reserved: dict[int, _Slot] = {}  # by token, in order of expiry
         self._pending: dict[BlockKey, _Slot] = {}
-        self._late: dict[int, _Slot] = {}  # expired while exposed: a socket may still write
+        self._late: dict[int, _Slot] = {}  # expired while exposed: they may still be written to
+        self._unseen: set[int] = set()  # holders that write through channels
         self._retired: list[_Slot] = []
         self._by_entry: dict[int, _Slot] = {}
         self._children: dict[BlockKey, int] = {}  # published children of a key, itself published or not
@@ -199,24 +209,23 @@ class Owner:
 
     def extent(self, token: int) -> memoryview:
         slot = self._reserved[token]
-        slot.exposed = True
+        slot.receiving, slot.by_channel = True, False
         return self._slot_memory.landing(slot.offset, slot.copy_bytes)
 
-    def expose(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            slot = self._reserved[token]
-            slot.exposed = slot.by_channel = True
+    def expose(self, holder: int) -> None:
+        self._unseen.add(holder)
+        for slot in self._reserved.values():
+            if slot.holder == holder and not slot.receiving:
+                slot.by_channel = True
 
     def late_writers(self) -> list[int]:
         return sorted({slot.holder for slot in self._late.values() if slot.by_channel})
 
     def fenced(self, holder: int) -> None:
+        self._unseen.discard(holder)
         for slot in [*self._late.values(), *self._reserved.values()]:
-            if slot.holder != holder or not slot.by_channel:
-                continue
-            if slot.state == "reserved":
-                slot.exposed = slot.by_channel = False
-            else:
+            if slot.holder == holder and slot.by_channel:
+                slot.by_channel = False
                 self._written(slot.generation, holder)
 
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
@@ -225,7 +234,9 @@ class Owner:
 
     def abort(self, tokens: Sequence[int], holder: int) -> None:
         for token in tokens:
-            self._written(token, holder)
+            late = self._late.get(token)
+            if late is not None and not late.by_channel:  # else what it has sent may still be on its way
+                self._written(token, holder)
             slot = self._reserved.get(token)
             if slot is not None and slot.holder == holder:
                 self._retire_reserved(slot)
@@ -256,8 +267,9 @@ class Owner:
 
     def release_holder(self, holder: int) -> None:
         for slot in [slot for slot in self._reserved.values() if slot.holder == holder]:
-            slot.exposed = False
+            slot.cover()
             self._retire_reserved(slot)
+        self._unseen.discard(holder)
         for token in [token for token, slot in self._late.items() if slot.holder == holder]:
             self._written(token, holder)
         self._hazards.release(holder)
@@ -376,6 +388,7 @@ class Owner:
             return Grant("full")
         generation = Generation(next(self._generations))
         slot = _Slot(place, key, want.copy_bytes, tenant, generation, holder, now + self._reservation_ttl_s)
+        slot.by_channel = holder in self._unseen
         self._slot_memory.mark(slot.offset, generation | RESERVED_FLAG)
         self._slots[slot.offset] = self._reserved[generation] = self._pending[key] = slot
         self._reserved_bytes += place.slot_bytes
@@ -386,7 +399,7 @@ class Owner:
         if slot is None or slot.holder != holder:
             self._written(token, holder)
             return "expired"
-        slot.exposed = False
+        slot.cover()
         header = self._read_header(slot, verify)
         if header is None:
             self._retire_reserved(slot)
@@ -418,7 +431,7 @@ class Owner:
         slot = self._late.get(token)
         if slot is not None and slot.holder == holder:
             del self._late[token]
-            slot.exposed = False
+            slot.cover()
             self._slot_memory.mark(slot.offset, 0)  # the socket may have received a header over it
 
     def _expire(self, now: float) -> None:

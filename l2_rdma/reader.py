@@ -30,7 +30,7 @@ from kvcomm.tier import Block
 from l2_rdma.copying import copy_bytes
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, SUSPECT_COUNT, SUSPECT_FIRST_WORD, WORD_BYTES
+from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.region import Region
 
@@ -52,6 +52,10 @@ class ReaderCounters:
     """Stable slots that failed verification: reported to the owner, not served."""
     unpinned_copies: int = 0
     """Reads that had to copy because nothing more could be pinned."""
+    unavailable: int = 0
+    """Misses because the pool could not be reached, or not in time."""
+    hit_bytes: int = 0
+    """Of the copies that were hits, headers included."""
 
 
 class Verification:
@@ -103,8 +107,7 @@ class Reader:
         self._index = IndexReader(region.memory, region.header.layout)
         self._memory = region.memory
         self._words = region.words
-        self._first = region.header.layout.slots_offset
-        self._end = region.header.layout.slots_end
+        self._layout = region.header.layout
         self._verified: dict[int, _Verified] = {}
         register_for_barriers()
 
@@ -124,6 +127,7 @@ class Reader:
             outcome = self._settle(hint, key, outcome)
         if isinstance(outcome, Block):
             self.counters.hits += 1
+            self.counters.hit_bytes += len(outcome.copy)
             return outcome
         self.counters.misses += 1
         return None
@@ -158,7 +162,8 @@ class Reader:
         While the pin lasts the owner does not hand the slot on, even if the reservation expires; end it with
         :meth:`end_write`.
         """
-        if not self.region.header.owns_generation(generation) or not self._inside(offset, size_bytes):
+        header = self.region.header
+        if not header.owns_generation(generation) or not header.layout.holds_copy(offset, size_bytes):
             return None
         number = self.pins.pin(offset, size_bytes)
         if (
@@ -197,7 +202,7 @@ class Reader:
 
     def _read(self, hint: Hint, key: BlockKey) -> _Outcome:
         generation, offset, size, entry = hint
-        if not self._inside(offset, size):
+        if not self._layout.holds_copy(offset, size):
             return "moved"
         if size < self._view_bytes_min:
             return self._copied(hint, key)
@@ -255,11 +260,6 @@ class Reader:
         self._index.mark_referenced(entry)
         return Block(header, copy.toreadonly(), "l2", pinned=False)
 
-    def _inside(self, offset: int, size_bytes: int) -> bool:
-        """An entry is only a hint, and shared memory can hold anything: never follow it out of the slots."""
-        in_slots = self._first <= offset and offset + size_bytes <= self._end
-        return in_slots and offset % HEADER_BYTES == 0 and size_bytes >= HEADER_BYTES
-
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1
-        self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+        self._words[suspect_word(offset)] = offset

@@ -202,6 +202,7 @@ class Region:
         if self._close_file.alive and self._unlink is not None:
             self.words[STATE_WORD] = STATE_CLOSING
             self._unlink()
+        self.atomics.close()
         self._close_file()
 
     def _hazard_lock(self, first: int, count: int) -> bytes:

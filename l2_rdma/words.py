@@ -48,20 +48,30 @@ class Words:
         self._clock = clock
         self._sleep = sleep
         self._mine = threading.Lock()  # the kernel does not tell our threads apart
+        self._closed = False
 
     def fetch_add(self, offset: int, amount: int, deadline: float) -> int:
-        """What was there before.  Raises ``Unavailable``: somebody holds the word past ``deadline``."""
+        """What was there before.  Raises ``Unavailable``: somebody holds the word past ``deadline``, or the
+        region is closed."""
         return self._exchange(offset, lambda old: (old + amount) & WORD_MASK, deadline)
 
     def compare_swap(self, offset: int, expected: int, desired: int, deadline: float) -> int:
         """What was there before; ``desired`` was stored if that is ``expected``.  Raises ``Unavailable``."""
         return self._exchange(offset, lambda old: desired if old == expected else old, deadline)
 
+    def close(self) -> None:
+        """The descriptor is about to be closed, and its number may be another file's then.  Idempotent."""
+        self._closed = True  # whoever is waiting for a word sees it
+        with self._mine:
+            pass
+
     def _exchange(self, offset: int, change: Callable[[int], int], deadline: float) -> int:
         if not self._mine.acquire(timeout=max(0.0, deadline - self._clock())):
             raise Unavailable("the word is held by another thread")
         try:
-            while not self._locked(offset):
+            while self._closed or not self._locked(offset):
+                if self._closed:
+                    raise Unavailable("the region is closed")
                 if self._clock() >= deadline:
                     raise Unavailable("the word is held by another process")
                 self._sleep(_PAUSE_S)

@@ -50,8 +50,10 @@ class DictStore:
     next_token: int = 1
     evicting: set[bool] = field(default_factory=set)
     """Whether reservations might evict; nothing is evicted here."""
-    exposed: list[int] = field(default_factory=list)
-    """Tokens that their holders write to unseen."""
+    unseen: set[int] = field(default_factory=set)
+    """Holders that write through channels."""
+    late: list[int] = field(default_factory=list)
+    """Holders that are late with it."""
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [key in self.copies and tenant in (ANY_TENANT, self.copies[key].tenant) for key in keys]
@@ -80,14 +82,15 @@ class DictStore:
     def extent(self, token: int) -> memoryview:
         return memoryview(self.reserved[token].buffer)
 
-    def expose(self, tokens: Sequence[int]) -> None:
-        self.exposed += tokens
+    def expose(self, holder: int) -> None:
+        self.unseen.add(holder)
 
     def late_writers(self) -> list[int]:
-        return []
+        return list(self.late)
 
     def fenced(self, holder: int) -> None:
-        raise AssertionError("nobody is late here")
+        self.late.remove(holder)
+        self.unseen.remove(holder)
 
     def publish(self, tokens: Sequence[int], holder: int, now: float, *, verify: bool) -> list[str]:
         self.tick(now)

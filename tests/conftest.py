@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import leaks
+from tests.rdma.devices import devices
 
 LEAK_GRACE_S = 5.0
 
@@ -23,6 +24,12 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # In the guest it would be a failure to have none, not a reason to skip.
+    if item.get_closest_marker("rdma") and not devices() and "KVCOMM_SOFTROCE" not in os.environ:
+        pytest.skip("needs an RDMA device; make test-rdma runs it in a guest")
 
 
 @pytest.fixture(scope="session", autouse=True)

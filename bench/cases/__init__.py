@@ -5,6 +5,8 @@ from __future__ import annotations
 CASES = (
     "l2_view",
     "l2_copy",
+    "transports",
+    "absent",
     "l3_block",
     "copies",
     "disk",

@@ -34,7 +34,7 @@ def run(scale: Scale) -> Report:
         stack.callback(peers.close)
         operations: list[Operation] = [
             memcpy(scale.working_set, scale.block_bytes),
-            stack.enter_context(raw_socket(scale.working_set, scale.block_bytes)),
+            stack.enter_context(raw_socket(scale.working_set, scale.block_bytes)).one,
             *_gets(running, keys, peers),
         ]
         missing = {}
@@ -47,7 +47,7 @@ def run(scale: Scale) -> Report:
         if isinstance(store, str):
             missing["Mooncake"] = store
         else:
-            operations += store
+            operations += store.gets(scale.block_bytes)
         rounds = interleave(
             operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
         )

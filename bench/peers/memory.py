@@ -33,3 +33,15 @@ def memcpy(working_set: int, size_bytes: int) -> Call:
         ctypes.memmove(to, next(turn), size_bytes)
 
     return Call(MEMCPY, copy)
+
+
+def memcpy_run(working_set: int, size_bytes: int, items: int) -> Call:
+    """Copy ``items`` buffers, each into a destination of its own; the time is for one."""
+    sources, destinations = Buffers(working_set, size_bytes), Buffers(items, size_bytes, seed=2)
+    turn, to = cycle(sources.addresses()), destinations.addresses()
+
+    def copy(_keep: tuple[Buffers, Buffers] = (sources, destinations)) -> None:
+        for destination in to:
+            ctypes.memmove(destination, next(turn), size_bytes)
+
+    return Call(f"{MEMCPY} of a run", copy, items=items)

@@ -58,17 +58,39 @@ class Remote:
     worker: Worker
     name: str
     verb: str
-    size_bytes: int
+    arguments: dict[str, int]
 
     def times(self, count: int) -> list[float]:
-        answer = self.worker.ask(verb=self.verb, size_bytes=self.size_bytes, count=count)
+        answer = self.worker.ask(verb=self.verb, count=count, **self.arguments)
         assert isinstance(answer, list)
         return [float(taken) for taken in answer]
 
 
+@dataclass(frozen=True, slots=True)
+class MooncakeStore:
+    """A running store, and the client that asks it."""
+
+    worker: Worker
+    working_set: int
+
+    def gets(self, size_bytes: int) -> list[Operation]:
+        """``get`` and ``get_into`` (into registered memory, the faster) of values of ``size_bytes`` that
+        another process holds."""
+        self.worker.ask(verb="fill", size_bytes=size_bytes, count=self.working_set)
+        return [
+            Remote(self.worker, f"Mooncake {verb}", verb, {"size_bytes": size_bytes})
+            for verb in ("get", "get_into")
+        ]
+
+    def run(self, size_bytes: int, items: int) -> Operation:
+        """``batch_get_into`` of ``items`` values of those that ``gets`` stored; the time is for one."""
+        arguments = {"size_bytes": size_bytes, "items": items}
+        return Remote(self.worker, "Mooncake batch_get_into", "batch_get_into", arguments)
+
+
 @contextmanager
-def mooncake(working_set: int, size_bytes: int) -> Iterator[list[Operation] | str]:
-    """``get`` and ``get_into`` of values that another process holds, or the reason why there are none."""
+def mooncake(working_set: int, *sizes_bytes: int) -> Iterator[MooncakeStore | str]:
+    """A store with room for ``working_set`` values of each size, or the reason why there is none."""
     binaries = environment() / "bin"
     if not (binaries / "mooncake_master").exists():
         yield "mooncake is not installed (bench/install-peers)"
@@ -78,16 +100,13 @@ def mooncake(working_set: int, size_bytes: int) -> Iterator[list[Operation] | st
         try:
             master = f"127.0.0.1:{free_port()}"
             try:
-                worker = _start(binaries, master, working_set, size_bytes, started, said.fileno())
+                worker = _start(binaries, master, working_set * sum(sizes_bytes), started, said.fileno())
             except RuntimeError as error:
                 said.seek(0)
                 last = said.read().strip().splitlines()[-1:] or ["it printed nothing"]
                 yield f"{error}: {last[0][:200]}"
                 return
-            yield [
-                Remote(worker, "Mooncake get", "get", size_bytes),
-                Remote(worker, "Mooncake get_into", "get_into", size_bytes),
-            ]
+            yield MooncakeStore(worker, working_set)
         finally:
             for process in reversed(started):
                 _stop(process)
@@ -96,8 +115,7 @@ def mooncake(working_set: int, size_bytes: int) -> Iterator[list[Operation] | st
 def _start(
     binaries: Path,
     master: str,
-    working_set: int,
-    size_bytes: int,
+    stored_bytes: int,
     started: list[subprocess.Popen[str]],
     log: int,
 ) -> Worker:
@@ -107,12 +125,10 @@ def _start(
         "--metrics_host", host, "--metrics_port", str(free_port()),
     ]  # fmt: skip
     started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True))
-    segment_bytes = max(64 << 20, 2 * working_set * size_bytes)
+    segment_bytes = max(64 << 20, 2 * stored_bytes)
     provider = _worker(binaries, master, segment_bytes, started, log)
     provider.ask(verb="wait")
-    client = _worker(binaries, master, 0, started, log)
-    client.ask(verb="fill", size_bytes=size_bytes, count=working_set)
-    return client
+    return _worker(binaries, master, 0, started, log)
 
 
 def _worker(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -23,8 +23,11 @@ def main() -> None:
     verbs: dict[str, Callable[..., Any]] = {
         "wait": lambda: None,
         "fill": lambda size_bytes, count: fill(store, size_bytes, count),
-        "get": lambda size_bytes, count: timed(store.get, count),
-        "get_into": lambda size_bytes, count: timed(into(store, size_bytes), count),
+        "get": lambda size_bytes, count: timed(store.get, KEYS[size_bytes], count),
+        "get_into": lambda size_bytes, count: timed(into(store, size_bytes), KEYS[size_bytes], count),
+        "batch_get_into": lambda size_bytes, count, items: timed(
+            batch_into(store, size_bytes, items), runs(size_bytes, items), count, items
+        ),
     }
     for line in sys.stdin:
         command = json.loads(line)
@@ -51,7 +54,7 @@ def connected(master: str, segment_bytes: int) -> Any:
         time.sleep(0.1)
 
 
-KEYS: list[str] = []
+KEYS: dict[int, list[str]] = {}
 BUFFERS: dict[int, Any] = {}
 
 
@@ -59,24 +62,17 @@ def fill(store: Any, size_bytes: int, count: int) -> None:
     import numpy
 
     draw = numpy.random.default_rng(4)
-    for index in range(count):
+    KEYS[size_bytes] = [f"{size_bytes}-{index}" for index in range(count)]
+    for key in KEYS[size_bytes]:
         value = draw.integers(0, 256, size_bytes, dtype=numpy.uint8).tobytes()
-        key = f"block-{index}"
         code = store.put(key, value)
         if code != 0 or store.get(key) != value:
             raise RuntimeError(f"put of {size_bytes} bytes failed with code {code}")
-        KEYS.append(key)
 
 
 def into(store: Any, size_bytes: int) -> Callable[[str], Any]:
     """A get into registered memory, the store's fastest way."""
-    import numpy
-
-    if size_bytes not in BUFFERS:
-        BUFFERS[size_bytes] = numpy.zeros(size_bytes, numpy.uint8)
-        if store.register_buffer(BUFFERS[size_bytes].ctypes.data, size_bytes) != 0:
-            raise RuntimeError("register_buffer failed")
-    address = BUFFERS[size_bytes].ctypes.data
+    address = registered(store, size_bytes)
 
     def get(key: str) -> None:
         if store.get_into(key, address, size_bytes) != size_bytes:
@@ -85,13 +81,44 @@ def into(store: Any, size_bytes: int) -> Callable[[str], Any]:
     return get
 
 
-def timed(operation: Callable[[str], object], count: int) -> list[float]:
-    turn, taken = cycle(KEYS), []
+def batch_into(store: Any, size_bytes: int, items: int) -> Callable[[list[str]], Any]:
+    """Many at once, each into its own part of registered memory."""
+    first = registered(store, size_bytes * items)
+    addresses, sizes = [first + at * size_bytes for at in range(items)], [size_bytes] * items
+
+    def get(keys: list[str]) -> None:
+        if store.batch_get_into(keys, addresses, sizes) != sizes:
+            raise RuntimeError("batch_get_into came back short")
+
+    return get
+
+
+def registered(store: Any, size_bytes: int) -> int:
+    """Address of memory that the store may receive into; the same for the same size."""
+    import numpy
+
+    if size_bytes not in BUFFERS:
+        BUFFERS[size_bytes] = numpy.zeros(size_bytes, numpy.uint8)
+        if store.register_buffer(BUFFERS[size_bytes].ctypes.data, size_bytes) != 0:
+            raise RuntimeError("register_buffer failed")
+    address: int = BUFFERS[size_bytes].ctypes.data
+    return address
+
+
+def runs(size_bytes: int, items: int) -> list[list[str]]:
+    """Runs of ``items`` keys that go round all of them."""
+    turn = cycle(KEYS[size_bytes])
+    return [[next(turn) for _ in range(items)] for _ in KEYS[size_bytes]]
+
+
+def timed(operation: Callable[[Any], object], over: Sequence[Any], count: int, items: int = 1) -> list[float]:
+    """Seconds an item of each of ``count`` calls, going round ``over``."""
+    turn, taken = cycle(over), []
     for _ in range(count):
-        key = next(turn)
+        what = next(turn)
         begin = time.perf_counter()
-        operation(key)
-        taken.append(time.perf_counter() - begin)
+        operation(what)
+        taken.append((time.perf_counter() - begin) / items)
     return taken
 
 

@@ -1,7 +1,8 @@
-"""The floor under a block service over TCP: two processes, one blocking socket, no protocol to speak of.
+"""The floor under a block service over sockets: two processes, one blocking socket, no protocol to speak of.
 
-The client sends eight bytes, "send me so many"; the server answers with exactly so many.  Run as a module it
-is the server, which ends when its standard input closes, so also when the benchmark dies.
+The client sends sixteen bytes, "send me so many pieces of that size"; the server answers with exactly those.
+Over TCP and over a unix socket.  Run as a module it is the server, which ends when its standard input closes,
+so also when the benchmark dies.
 """
 
 from __future__ import annotations
@@ -11,51 +12,111 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import cycle
+from pathlib import Path
+from typing import Literal
 
 from bench.peers.memory import Buffers
 from bench.timing import Call
 
-RAW_SOCKET = "raw TCP socket"
+Family = Literal["tcp", "unix"]
+RAW_SOCKET, RAW_UNIX = "raw TCP socket", "raw unix socket"
+NAMES: dict[Family, str] = {"tcp": RAW_SOCKET, "unix": RAW_UNIX}
+STREAM = "{name}, stream"
 TIMEOUT_S = 30.0
-_ASK = struct.Struct("<Q")
+JOINED_BYTES_MAX = 64 << 10
+_ASK = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class RawSocket:
+    """A connection to the other process; what is fetched lands in memory that is there already."""
+
+    name: str
+    connection: socket.socket
+    size_bytes: int
+
+    def sized(self, size_bytes: int) -> RawSocket:
+        """The same connection for smaller pieces."""
+        return replace(self, size_bytes=size_bytes)
+
+    @property
+    def one(self) -> Call:
+        """Ask for one piece, wait for it."""
+        return Call(self.name, self._fetch(1))
+
+    def stream(self, count: int) -> Call:
+        """Ask once for ``count`` pieces, which come back to back; the time is for one."""
+        return Call(STREAM.format(name=self.name), self._fetch(count), items=count)
+
+    def _fetch(self, count: int) -> Callable[[], None]:
+        connection, wanted = self.connection, count * self.size_bytes
+        view, question = memoryview(Buffers(1, wanted).all[0]), _ASK.pack(count, self.size_bytes)
+
+        def fetch() -> None:
+            connection.sendall(question)
+            have = 0
+            while have < wanted:
+                received = connection.recv_into(view[have:])
+                if not received:
+                    raise ConnectionError("the raw socket's server is gone")
+                have += received
+
+        return fetch
 
 
 @contextmanager
-def raw_socket(working_set: int, size_bytes: int) -> Iterator[Call]:
-    """Fetch ``size_bytes`` from the other process into memory that is there already."""
-    command = [sys.executable, "-m", "bench.peers.raw_socket", str(working_set), str(size_bytes)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None and server.stdout is not None
-    view = memoryview(Buffers(1, size_bytes).all[0])
-    with server, server.stdin:  # closing it ends the server, leaving ``server`` waits for that
-        address = ("127.0.0.1", int(server.stdout.readline()))
-        with socket.create_connection(address, TIMEOUT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-            def fetch() -> None:
-                connection.sendall(_ASK.pack(size_bytes))
-                have = 0
-                while have < size_bytes:
-                    received = connection.recv_into(view[have:])
-                    if not received:
-                        raise ConnectionError("the raw socket's server is gone")
-                    have += received
-
-            yield Call(RAW_SOCKET, fetch)
+def raw_socket(working_set: int, size_bytes: int, family: Family = "tcp") -> Iterator[RawSocket]:
+    """The server goes round ``working_set`` distinct pieces of ``size_bytes``."""
+    with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
+        path = str(Path(directory) / "raw.sock")
+        command = [
+            sys.executable, "-m", "bench.peers.raw_socket",
+            family if family == "tcp" else path, str(working_set), str(size_bytes),
+        ]  # fmt: skip
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert server.stdin is not None and server.stdout is not None
+        with server, server.stdin:  # closing it ends the server, leaving ``server`` waits for that
+            port = int(server.stdout.readline())
+            with _connected(family, path, port) as connection:
+                yield RawSocket(NAMES[family], connection, size_bytes)
 
 
-def _serve(working_set: int, size_bytes: int) -> None:
+def _connected(family: Family, path: str, port: int) -> socket.socket:
+    if family == "tcp":
+        connection = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(TIMEOUT_S)
+    connection.connect(path)
+    return connection
+
+
+def _serve(where: str, working_set: int, size_bytes: int) -> None:
     answers = cycle([memoryview(buffer) for buffer in Buffers(working_set, size_bytes, seed=3).all])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
+    with _listener(where) as listener:
+        print(listener.getsockname()[1] if where == "tcp" else 0, flush=True)
         connection, _ = listener.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if where == "tcp":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while asked := connection.recv(_ASK.size, socket.MSG_WAITALL):
-        connection.sendall(next(answers)[: _ASK.unpack(asked)[0]])
+        count, piece_bytes = _ASK.unpack(asked)
+        pieces = [next(answers)[:piece_bytes] for _ in range(count)]
+        # Below this a system call costs more than joining the pieces.
+        for buffer in [b"".join(pieces)] if count * piece_bytes <= JOINED_BYTES_MAX else pieces:
+            connection.sendall(buffer)
+
+
+def _listener(where: str) -> socket.socket:
+    if where == "tcp":
+        return socket.create_server(("127.0.0.1", 0))
+    return socket.create_server(where, family=socket.AF_UNIX)
 
 
 def _end_with_stdin() -> None:
@@ -65,4 +126,4 @@ def _end_with_stdin() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,21 @@ class RedisServer:
 
     def gets(self, values: Sequence[Buffer]) -> list[Call]:
         """Store ``values`` and get them in turn, by each way in."""
-        names = [f"value-{index}" for index in range(len(values))]
+        names = _names(len(values))
         for name, value in zip(names, values, strict=True):
             self.clients["unix"].set(name, bytes(value))
         return [
             Call(f"Redis GET, {way}", round_robin(client.get, names)) for way, client in self.clients.items()
+        ]
+
+    def runs(self, count: int, items: int) -> list[Call]:
+        """MGET of ``items`` of the ``count`` values that ``gets`` stored, going round them; the time is for
+        one."""
+        turn = cycle(_names(count))
+        runs = [[next(turn) for _ in range(items)] for _ in range(count)]
+        return [
+            Call(f"Redis MGET, {way}", round_robin(client.mget, runs), items=items)
+            for way, client in self.clients.items()
         ]
 
 
@@ -63,6 +74,10 @@ def redis_server() -> Iterator[RedisServer | str]:
         finally:
             process.terminate()
             process.wait(START_DEADLINE_S)
+
+
+def _names(count: int) -> list[str]:
+    return [f"value-{index}" for index in range(count)]
 
 
 def free_port() -> int:

@@ -10,31 +10,27 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcomm import __version__
-from kvcomm.cli.options import ConfigOption, JsonOption
+from kvcomm.cli.finding import Finding
+from kvcomm.cli.options import ConfigOption, InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvcomm.cli.transports import PoolTrials
+    from kvcomm.cli.trials import Trial
     from kvcomm.config import Config
     from kvcomm.instance import Instance
 
 SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    subject: str
-    verdict: Literal["ok", "note", "problem"]
-    text: str
 
 
 def doctor(
@@ -43,30 +39,61 @@ def doctor(
     reclaim: Annotated[
         bool, typer.Option("--reclaim", help="Remove regions that killed processes left in /dev/shm.")
     ] = False,
+    instance: InstanceOption = None,
+    peer: Annotated[
+        str | None,
+        typer.Option("--peer", help="tcp://host:port of a pool: try the transports to that one."),
+    ] = None,
 ) -> None:
-    """Look at this host, its configuration and its clusters.  Exit code 1 if there is a problem."""
-    findings = [finding for check in _CHECKS for finding in check(config, reclaim)]
+    """Look at this host, its configuration and its clusters, and try every transport.
+
+    The transports are tried between processes of this host; with --instance to that cluster's pools, with
+    --peer to one pool anywhere.  Exit code 1 if there is a problem.
+    """
+    from kvcomm.connect import INSTANCE_VARIABLE
+
+    name = instance or os.environ.get(INSTANCE_VARIABLE)
+    visit = Visit(config, reclaim, name, peer)
+    findings = [finding for check in _CHECKS for finding in check(visit)]
+    tried = list(_transports(visit))
+    findings_of_all = [*findings, *(finding for each in tried for finding in each.findings())]
     if as_json:
-        sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings_of_all]) + "\n")
     else:
-        _show(findings)
-    raise typer.Exit(int(any(finding.verdict == "problem" for finding in findings)))
+        _show(findings, tried)
+    raise typer.Exit(int(any(finding.verdict == "problem" for finding in findings_of_all)))
 
 
-def _show(findings: list[Finding]) -> None:
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What was asked for."""
+
+    config: Path | None = None
+    reclaim: bool = False
+    instance: str | None = None
+    peer: str | None = None
+
+
+def _show(findings: list[Finding], tried: list[PoolTrials]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from kvcomm.cli.transports import show_trials
 
     styles = {"ok": "green", "note": "yellow", "problem": "red"}
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
         verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(finding.subject, verdict, escape(finding.text))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for each in tried:
+        console.print()
+        show_trials(console, each)
 
 
-def _software(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+def _software(visit: Visit) -> Iterator[Finding]:
     yield Finding(
         "software", "ok", f"kvcomm {__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
@@ -76,19 +103,18 @@ def _software(config: Path | None, reclaim: bool) -> Iterator[Finding]:
             "note",
             "pins rely on x86-64's memory order and have not been tested on this machine",
         )
-    for extra, package in (("torch", "torch"), ("transformers", "transformers"), ("rdma", "pyverbs")):
+    for extra in ("torch", "transformers"):
         try:
-            yield Finding(f"extra {extra}", "ok", f"{package} {importlib.metadata.version(package)}")
+            yield Finding(f"extra {extra}", "ok", f"{extra} {importlib.metadata.version(extra)}")
         except importlib.metadata.PackageNotFoundError:
             yield Finding(f"extra {extra}", "note", f"not installed: pip install 'kvcomm[{extra}]'")
 
 
-def _configuration(config: Path | None, reclaim: bool) -> Iterator[Finding]:
-    from kvcomm.errors import ConfigError
+def _configuration(visit: Visit) -> Iterator[Finding]:
     from kvcomm.settings import load_config
 
     try:
-        settings = load_config(config)
+        settings = load_config(visit.config)
     except ConfigError as error:
         yield Finding("configuration", "problem", str(error))
         return
@@ -120,23 +146,23 @@ def _held_bytes() -> int:
     return held_bytes
 
 
-def _regions(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+def _regions(visit: Visit) -> Iterator[Finding]:
     from l2_rdma.region import reclaim_stale, stale_regions
 
-    stale = reclaim_stale() if reclaim else stale_regions()
+    stale = reclaim_stale() if visit.reclaim else stale_regions()
     if not stale:
         yield Finding("regions", "ok", "none left behind by killed processes")
     for path in stale:
-        done = "removed" if reclaim else "left behind by a killed process; run: kvcomm doctor --reclaim"
+        done = "removed" if visit.reclaim else "left behind by a killed process; run: kvcomm doctor --reclaim"
         yield Finding("regions", "note", f"{path}: {done}")
 
 
-def _instances(config: Path | None, reclaim: bool) -> Iterator[Finding]:
+def _instances(visit: Visit) -> Iterator[Finding]:
     from kvcomm.errors import KVCommError
     from kvcomm.instance import Instance
 
     try:
-        instances = Instance.list()
+        instances = [Instance.open(visit.instance)] if visit.instance else Instance.list()
     except KVCommError as error:
         yield Finding("instances", "problem", error.message)
         return
@@ -192,4 +218,76 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-_CHECKS = (_software, _configuration, _regions, _instances)
+def _hardware(visit: Visit) -> Iterator[Finding]:
+    from kvcomm.cli.hardware import Host, hardware_findings
+
+    settings = _settings(visit)
+    yield from hardware_findings(Host.here(), settings.cache.l2_size_bytes if settings else 0)
+
+
+def _transports(visit: Visit) -> Iterator[PoolTrials]:
+    """Nothing where the configuration is wrong: what would be tried is what it says."""
+    from kvcomm.cli.transports import try_all
+    from kvcomm.cli.trials import Trials
+    from kvcomm.config import TRANSPORTS
+    from l2_rdma.transports.port import WireOptions
+
+    settings = _settings(visit)
+    if settings is None:
+        return
+    network = settings.network
+    trials = Trials(WireOptions(network.listen_host, network.rdma_device))
+    for pool, address, token in _pools(visit, settings):
+        attempt: Callable[[str], Trial] = partial(trials.to_pool, address=address, token=token)
+        yield try_all(pool, TRANSPORTS, network.transports, _with_gpu_direct(attempt))
+    if not visit.peer and not visit.instance:
+        attempt = _with_gpu_direct(trials.between_processes)
+        yield try_all("a pool of this host", TRANSPORTS, network.transports, attempt)
+
+
+def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
+    """What is known of RDMA and GPU memory belongs to what RDMA tells of itself."""
+    from kvcomm.cli.hardware import Host, gpu_direct
+
+    def told(transport: str) -> Trial:
+        trial = attempt(transport)
+        if "device" not in trial.facts or transport != "verbs":
+            return trial
+        return replace(trial, facts=trial.facts | {"gdr": gpu_direct(Host.here())})
+
+    return told
+
+
+def _pools(visit: Visit, settings: Config) -> Iterator[tuple[str, str, str]]:
+    """Name, address and token of the pools that were asked for."""
+    from kvcomm.connect import find_token
+    from kvcomm.instance import Instance
+
+    token = find_token(settings)
+    if visit.instance is not None:
+        instance = Instance.open(visit.instance)
+        token = token or instance.credentials().token(settings.security.tenant)
+        if visit.peer is None:
+            for record in instance.nodes():
+                if record.role == "pool":
+                    yield f"{instance.name}/{record.node}", record.addresses[0], token
+    if visit.peer is not None:
+        if token is None:
+            raise ConfigError(
+                f"{visit.peer} needs a token: name its cluster with --instance, set KVCOMM_TOKEN, "
+                "or configure security.token_file"
+            )
+        yield visit.peer, visit.peer, token
+
+
+def _settings(visit: Visit) -> Config | None:
+    """``None`` if it is wrong: :func:`_configuration` says so."""
+    from kvcomm.settings import load_config
+
+    try:
+        return load_config(visit.config)
+    except ConfigError:
+        return None
+
+
+_CHECKS = (_software, _configuration, _hardware, _regions, _instances)

@@ -20,6 +20,7 @@ from kvcomm.errors import Refused
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
 from kvcomm.settings import load_config
+from kvcomm.wire.address import Address
 from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class NodeProcess:
     @property
     def listen_at(self) -> list[str]:
         """Data-wire addresses to bind: a socket for this host, a port for others."""
-        return [f"unix://{self.instance.socket_path(self.node)}", "tcp://127.0.0.1:0"]
+        port = Address(host=self.settings.network.listen_host)
+        return [f"unix://{self.instance.socket_path(self.node)}", str(port)]
 
     @property
     def storage_directory(self) -> Path:

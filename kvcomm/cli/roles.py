@@ -45,8 +45,9 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.node import StoreBackend
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, run_pool
+    from l2_rdma.transports.port import WireOptions
 
-    cache = process.settings.cache
+    cache, network = process.settings.cache, process.settings.network
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
 
@@ -70,7 +71,8 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.l2_size_bytes,
                 cache.l2_pin_budget_bytes,
                 cache.reservation_ttl_s,
-                transports=process.settings.network.transports,
+                transports=network.transports,
+                wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
             ),
             stop=stop,
             ready=ready,

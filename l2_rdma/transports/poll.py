@@ -63,10 +63,9 @@ class PollLoop:
     def _follow(self, operation: Operation) -> None:
         """Sleep until the leader has polled, or has given up the lead.  It ends what is overdue, ours too."""
         with self._changed:
-            if not self._led or operation.done:
-                return
-            self._follower_count += 1
+            self._follower_count += 1  # before we look: a leader that sees nobody follow tells nobody
             try:
-                self._changed.wait(max(operation.deadline - self._clock(), _OVERDUE_S))
+                if self._led and not operation.done:
+                    self._changed.wait(max(operation.deadline - self._clock(), _OVERDUE_S))
             finally:
                 self._follower_count -= 1

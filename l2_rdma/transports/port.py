@@ -13,6 +13,8 @@ many as are wanted at once, and :meth:`Transport.wait` drives them, in the threa
 * **A channel never comes back.**  Once broken it fails everything; its owner connects anew, and finds a new
   incarnation if the peer was restarted.
 * Operations of one channel complete in any order.  Whoever needs an order waits in between.
+* An operation of no bytes is done like any other.  A write or an atomic that ends with ``Unavailable`` may
+  have taken effect, unless its deadline had passed when it was posted.
 
 What is read can be torn, stale or damaged: transports carry bytes, ``l2_rdma.remote`` verifies them.
 """
@@ -145,7 +147,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every channel.  Idempotent."""
+        """Close every channel.  Idempotent.  Connecting or registering afterwards raises ``ValueError``."""
         ...
 
 

@@ -6,7 +6,9 @@ among the others it is what their contract is first held against, and what ``kvc
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -65,11 +67,16 @@ class ShmTransport:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._channels: weakref.WeakSet[ShmChannel] = weakref.WeakSet()
+        self._opening = threading.Lock()
+        self._closed = False
 
     def register(self, buffer: memoryview) -> ShmRegistration:
+        self._require_open()
         return ShmRegistration(buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> ShmChannel:
+        self._require_open()
         try:
             where = msgspec.msgpack.decode(offer, type=ShmOffer)
         except msgspec.DecodeError as error:
@@ -80,13 +87,26 @@ class ShmTransport:
         if region.header != header:
             region.close()
             raise Unavailable(f"{where.path} is of another life of the pool")
-        return ShmChannel(region, self._clock)
+        channel = ShmChannel(region, self._clock)
+        with self._opening:
+            if self._closed:
+                channel.close()
+            self._channels.add(channel)
+        return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
         assert all(operation.done for operation in operations), "operations end when they are posted"
 
     def close(self) -> None:
-        """Channels hold nothing but a mapping."""
+        with self._opening:
+            self._closed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the transport is closed")
 
 
 class ShmRegistration:

@@ -7,9 +7,10 @@ import os
 import pytest
 
 from bench.peers import mooncake_store
+from bench.peers.bare_verbs import bare_verbs
 from bench.peers.memory import Buffers, memcpy
 from bench.peers.mooncake_store import mooncake
-from bench.peers.raw_socket import raw_socket
+from bench.peers.raw_socket import Family, raw_socket
 from bench.peers.redis_server import redis_server
 
 
@@ -25,9 +26,12 @@ def test_memcpy_goes_round_its_working_set():
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_raw_socket_answers():
-    with raw_socket(2, 1 << 20) as fetch:
-        assert len(fetch.times(5)) == 5
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_the_raw_socket_answers(family: Family):
+    with raw_socket(2, 1 << 20, family) as raw:
+        assert len(raw.one.times(5)) == 5
+        assert len(raw.stream(3).times(5)) == 5
+        assert raw.stream(3).name != raw.one.name
 
 
 @pytest.mark.slow
@@ -39,15 +43,29 @@ def test_redis_answers_both_ways():
         for way, client in server.clients.items():
             client.set(way, b"value")
             assert client.get(way) == b"value"
+        assert [len(call.times(2)) for call in server.gets([b"one", b"two"])] == [2, 2]
+        assert [len(call.times(2)) for call in server.runs(2, 3)] == [2, 2]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_mooncake_answers():
-    with mooncake(2, 64 << 10) as operations:
-        if isinstance(operations, str):
-            pytest.skip(operations)
-        assert [len(operation.times(2)) for operation in operations] == [2, 2]
+    with mooncake(2, 64, 64 << 10) as store:
+        if isinstance(store, str):
+            pytest.skip(store)
+        for size_bytes in (64, 64 << 10):
+            operations = [*store.gets(size_bytes), store.run(size_bytes, 3)]
+            assert [len(operation.times(2)) for operation in operations] == [2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_bare_verbs_reads():
+    with bare_verbs(2, 4096) as verbs:
+        if isinstance(verbs, str):
+            pytest.skip(verbs)
+        assert len(verbs.one(64).times(5)) == 5
+        assert len(verbs.run(4096, 16).times(5)) == 5
 
 
 def test_a_missing_peer_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object):

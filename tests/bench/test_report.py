@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.document import BEGIN, DOCUMENT, END, rendered, written_into
+from bench.document import BEGIN, DOCUMENT, END, begin, rendered, written_into
 from bench.host import Host
 from bench.report import Claim, Report, claims_table, detail_table, from_json, to_json
 from bench.scale import size_name
@@ -68,8 +68,15 @@ def test_a_document_without_its_markers_is_refused(text: str):
         written_into(text, "new")
 
 
-def test_our_document_has_its_markers():
-    assert written_into(DOCUMENT.read_text(), "new")
+@pytest.mark.parametrize("module", ["bench", "bench.curves", "bench.crossover"])
+def test_our_document_has_its_markers(module: str):
+    assert written_into(DOCUMENT.read_text(), "new", begin(module))
+
+
+def test_each_marker_has_a_part_of_its_own():
+    text = f"{begin('one')}\nold\n{END}\nbetween\n{begin('two')}\nolder\n{END}\nafter"
+    new = written_into(text, "new", begin("two"))
+    assert "old\n" in new and "older" not in new and "between" in new and new.endswith("after")
 
 
 def test_sizes_have_names():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.timing import CALLS_MAX, Call, Rounds, Spread, interleave
+from bench.timing import CALLS_MAX, Call, Rounds, Spread, clock_cost_s, interleave, repeated
 
 
 @dataclass
@@ -75,3 +75,14 @@ def test_a_call_is_made_as_often_as_asked_and_cleaned_up_after_each():
     taken = call.times(3)
     assert seen == ["call", "after"] * 3
     assert len(taken) == 3 and all(each >= 0 for each in taken)
+
+
+def test_a_call_can_be_repeated_between_two_looks_at_the_clock():
+    seen: list[int] = []
+    call = repeated(Call("c", lambda: seen.append(1), items=2), 5)
+    assert (call.name, call.items) == ("c", 10)
+    assert len(call.times(3)) == 3 and len(seen) == 15
+
+
+def test_the_clock_has_a_cost():
+    assert 0 < clock_cost_s() < 1e-3

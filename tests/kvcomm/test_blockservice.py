@@ -35,6 +35,11 @@ from kvcomm.wire.messages import (
     BlockReserved,
     BlockStored,
     BlockSuspect,
+    ChannelAsk,
+    ChannelOffer,
+    ChannelOffers,
+    ChannelOpen,
+    ChannelOpened,
     Done,
     Grant,
     Message,
@@ -305,3 +310,97 @@ def test_other_messages_are_refused_by_name(connection: Connection, server: Serv
     assert service.answers(BlockGet(0, []))
     assert service.answers(PinOpen(1))
     assert not service.answers(RingGet())
+
+
+# -- one-sided channels
+
+
+class Ways:
+    """``Channels``: a holder that proposes ``write`` writes unseen."""
+
+    def __init__(self, store: DictStore) -> None:
+        self._store = store
+        self.before: list[tuple[list[int], set[int]]] = []
+        """What the store had released, and who wrote unseen, when a holder's channels were closed."""
+        self.opened: list[tuple[int, bytes, str, bytes]] = []
+        self.closed: list[int] = []
+        self.unseen: set[int] = set()
+
+    def offers(self, tenant: bytes) -> ChannelOffers:
+        return ChannelOffers(b"header for " + tenant, [ChannelOffer("tcp", b"port")], [])
+
+    def open(self, holder: int, tenant: bytes, transport: str, proposal: bytes) -> bytes:
+        if proposal == b"refuse":
+            raise Refused("not like this")
+        self.opened.append((holder, tenant, transport, proposal))
+        if proposal == b"write":
+            self.unseen.add(holder)
+        return b"welcome"
+
+    def writes_unseen(self, holder: int) -> bool:
+        return holder in self.unseen
+
+    def close(self, holder: int) -> None:
+        self.before.append((list(self._store.released), set(self._store.unseen)))
+        self.closed.append(holder)
+        self.unseen.discard(holder)
+
+
+@pytest.fixture
+def ways(store: DictStore) -> Ways:
+    return Ways(store)
+
+
+@pytest.fixture
+def channelled(store: DictStore, ways: Ways) -> Iterator[Served]:
+    with served(BlockService(store, time.monotonic, region=lambda tenant: "/r", channels=ways)) as s:
+        yield s
+
+
+def test_channels_are_offered_and_opened(channelled: Served, ways: Ways, store: DictStore) -> None:
+    tenant = CREDENTIALS.tenant_digest("acme")
+    with closing(Connection.open(channelled.address, IDENTITY, soon())) as reader:
+        assert call(reader, ChannelAsk()) == ways.offers(tenant)
+        assert call(reader, ChannelOpen("tcp", b"read")) == ChannelOpened(b"welcome")
+        with pytest.raises(Refused, match="not like this"):
+            call(reader, ChannelOpen("tcp", b"refuse"))
+        assert store.unseen == set()
+        assert [(each[1:]) for each in ways.opened] == [(tenant, "tcp", b"read")]
+
+
+def test_who_writes_unseen_is_told_to_the_store(channelled: Served, ways: Ways, store: DictStore) -> None:
+    with closing(Connection.open(channelled.address, IDENTITY, soon())) as writer:
+        call(writer, ChannelOpen("tcp", b"write"))
+        assert store.unseen == {ways.opened[0][0]}
+
+
+def test_the_channels_of_a_connection_end_before_what_it_reserved(
+    channelled: Served, ways: Ways, store: DictStore
+) -> None:
+    with closing(Connection.open(channelled.address, IDENTITY, soon())) as writer:
+        call(writer, ChannelOpen("tcp", b"write"))
+    until(lambda: bool(store.released))
+
+    holder = ways.opened[0][0]
+    assert ways.closed == store.released == [holder]
+    assert ways.before == [([], {holder})]
+
+
+def test_a_late_writers_channels_are_closed_before_its_memory_goes_to_others(
+    store: DictStore, ways: Ways
+) -> None:
+    service = BlockService(store, time.monotonic, channels=ways)
+    store.unseen |= {7, 8}
+    store.late = [7]
+
+    service.fence_late_writers()
+
+    assert ways.closed == [7]
+    assert ways.before == [([], {7, 8})]
+    assert (store.unseen, store.late) == ({8}, [])
+
+
+def test_a_server_without_channels_says_so(connection: Connection) -> None:
+    assert call(connection, ChannelAsk()) == ChannelOffers(b"", [], [])
+    with pytest.raises(Refused, match="one-sided"):
+        call(connection, ChannelOpen("tcp", b""))

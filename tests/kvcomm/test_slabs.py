@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
 
 import pytest
 
+from kvcomm.errors import Unavailable
 from kvcomm.slabs import IDLE_BYTES_MAX, SMALL_BYTES, Slabs
 
 
@@ -73,3 +75,74 @@ def test_threads_get_buffers_of_their_own(size: int) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+# -- registration --------------------------------------------------------------------------------------------
+
+
+class Nic:
+    """Knows memory by its address; can hold so many slabs."""
+
+    def __init__(self, slabs_max: int = 1000) -> None:
+        self.slabs_max = slabs_max
+        self.known: list[memoryview] = []
+        self.closed_count = 0
+
+    def register(self, buffer: memoryview) -> Known:
+        if len(self.known) >= self.slabs_max:
+            raise Unavailable("too much locked memory")
+        self.known.append(buffer)
+        return Known(self, buffer)
+
+
+class Known:
+    def __init__(self, nic: Nic, buffer: memoryview) -> None:
+        self._nic, self._buffer = nic, buffer
+
+    def close(self) -> None:
+        self._nic.closed_count += 1
+        self._nic.known = [each for each in self._nic.known if each is not self._buffer]
+
+
+def test_slabs_are_registered_from_their_first_copy_until_they_are_given_back() -> None:
+    slabs, nic = Slabs(idle_bytes_max=16 << 20), Nic()
+    before = slabs.take(4 << 20)
+    slabs.register_with("nic", nic.register)
+    slabs.register_with("nic", nic.register)
+    assert len(nic.known) == 1, "the slab that there was, once"
+
+    copies = [slabs.take(4 << 20) for _ in range(12)]
+    assert len(nic.known) == 4
+    assert all(any(_within(copy, slab) for slab in nic.known) for copy in [before, *copies])
+    del copies
+    gc.collect()
+    assert slabs.idle_bytes == 16 << 20
+    assert len(nic.known) == 3 and nic.closed_count == 1, "open, idle and in use; the rest went back"
+    assert any(_within(before, slab) for slab in nic.known)
+
+
+def test_all_registrations_end_with_whom_they_were_made_for() -> None:
+    slabs, nic, other = Slabs(), Nic(), Nic()
+    slabs.register_with("nic", nic.register)
+    slabs.register_with("other", other.register)
+    copies = [slabs.take(4 << 20) for _ in range(9)]
+    slabs.unregister("nic")
+    slabs.unregister("nic")
+
+    assert nic.known == [] and len(other.known) == 3
+    copies[0][:4] = b"here"
+    slabs.take(4 << 20)
+    assert nic.known == [], "new slabs are nothing to it either"
+
+
+def test_memory_that_cannot_be_registered_is_used_without() -> None:
+    slabs, nic = Slabs(), Nic(slabs_max=1)
+    slabs.register_with("nic", nic.register)
+    copies = [slabs.take(4 << 20) for _ in range(9)]
+
+    assert len(nic.known) == 1 and len(copies) == 9
+
+
+def _within(copy: memoryview, slab: memoryview) -> bool:
+    begin, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (slab, copy))
+    return begin <= at < begin + slab.nbytes

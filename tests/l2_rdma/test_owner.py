@@ -192,6 +192,146 @@ def test_an_expired_extent_is_not_handed_on_while_its_writer_holds_a_hazard():
     assert pool.reserve(20, holder=2, now=5.0).offset == grants[0].offset
 
 
+# -- writers through channels, whom nobody sees
+
+
+def exposed_pool():
+    """Full of what holder 1 has reserved and writes to through a channel; its time is over at 5.0."""
+    pool = OwnedMemory(slab_count=1, reservation_ttl_s=1.0)
+    pool.owner.expose(1)
+    return pool, [pool.reserve(number, holder=1, now=0.0) for number in range(SLOTS)]
+
+
+def test_an_expired_reservation_of_a_channels_is_handed_on_when_its_holder_is_fenced():
+    pool, grants = exposed_pool()
+    assert pool.owner.late_writers() == []
+    pool.owner.tick(5.0)
+
+    assert pool.owner.late_writers() == [1]
+    assert pool.reserve(0, holder=2, now=5.0).status == "full", "the key is free, the memory is not"
+    pool.write(grants[0], 0)  # the late writer, while nobody has stopped it
+    pool.owner.check()
+
+    pool.owner.fenced(1)
+
+    assert pool.owner.late_writers() == []
+    assert [pool.reserve(number, holder=2, now=5.0).status for number in range(SLOTS)] == ["granted"] * SLOTS
+    assert pool.owner.usage().reserved_bytes == pool.owner.usage().used_bytes
+    pool.owner.check()
+
+
+def test_what_is_published_in_time_exposes_nothing():
+    pool, grants = exposed_pool()
+    for number, grant in enumerate(grants):
+        pool.write(grant, number)
+    tokens = [grant.token for grant in grants]
+    assert pool.owner.publish(tokens, 1, 0.5, verify=False) == ["published"] * SLOTS
+    pool.owner.tick(5.0)
+
+    assert pool.owner.late_writers() == []
+    assert pool.reserve(9, holder=2, now=5.0).status == "granted"
+
+
+def test_what_is_reserved_before_the_channel_is_exposed_by_it_too():
+    pool = OwnedMemory(slab_count=1, reservation_ttl_s=1.0)
+    for number in range(SLOTS):
+        pool.reserve(number, holder=1, now=0.0)
+    pool.owner.expose(1)
+    pool.owner.tick(5.0)
+
+    assert pool.owner.late_writers() == [1]
+    assert pool.reserve(9, holder=2, now=5.0).status == "full"
+
+
+def test_a_holder_that_comes_back_with_a_new_channel_exposes_what_it_still_has():
+    """One reservation is late and its holder is fenced; it opens another channel and writes to the rest."""
+    pool = OwnedMemory(slab_count=1, reservation_ttl_s=1.0)
+    pool.owner.expose(1)
+    pool.reserve(0, holder=1, now=0.0)
+    young = [pool.reserve(number, holder=1, now=0.9) for number in range(1, SLOTS)]
+    pool.owner.tick(1.0)
+    assert pool.owner.late_writers() == [1]
+    pool.owner.fenced(1)
+    pool.owner.expose(1)
+
+    pool.owner.tick(5.0)
+
+    assert pool.owner.late_writers() == [1]
+    offsets = [pool.reserve(number, holder=2, now=5.0).offset for number in range(10, 10 + SLOTS)]
+    assert not {grant.offset for grant in young} & {offset for offset in offsets if offset}
+
+
+def test_a_fenced_holder_may_publish_what_it_had_written_before():
+    pool, grants = exposed_pool()
+    pool.write(grants[0], 0)
+    pool.owner.fenced(1)
+
+    assert pool.owner.publish([grants[0].token], 1, 0.5, verify=True) == ["published"]
+    pool.owner.check()
+
+
+@pytest.mark.parametrize("aborted_at", [0.5, 5.0])
+def test_an_aborted_write_may_still_be_on_its_way(aborted_at):
+    """In time or too late: the word of a writer that has given up says nothing about what it has sent."""
+    pool, grants = exposed_pool()
+    pool.owner.tick(aborted_at)
+    pool.owner.abort([grants[0].token], 1)
+
+    assert pool.owner.late_writers() == [1]
+    assert pool.reserve(9, holder=2, now=aborted_at).status == "full"
+    pool.owner.fenced(1)
+    assert pool.reserve(9, holder=2, now=aborted_at).status == "granted"
+
+
+def test_a_late_publish_says_that_the_writes_are_done():
+    """A writer waits for its writes before it publishes."""
+    pool, grants = exposed_pool()
+    pool.owner.tick(5.0)
+    tokens = [grant.token for grant in grants]
+    assert pool.owner.publish(tokens, 1, 5.0, verify=False) == ["expired"] * SLOTS
+
+    assert pool.owner.late_writers() == []
+    assert pool.reserve(9, holder=2, now=5.0).status == "granted"
+
+
+def test_the_end_of_a_holder_ends_its_writes():
+    pool, _ = exposed_pool()
+    pool.owner.tick(5.0)
+    pool.owner.release_holder(1)
+
+    assert pool.owner.late_writers() == []
+    assert pool.reserve(9, holder=2, now=5.0).status == "granted"
+    assert pool.reserve(10, holder=1, now=5.0).status == "granted"
+    pool.owner.tick(50.0)
+    assert pool.owner.late_writers() == [], "the holder's number may be another's now"
+
+
+def test_fencing_one_holder_leaves_the_others_exposed():
+    pool = OwnedMemory(slab_count=1, reservation_ttl_s=1.0)
+    for holder in (1, 2):
+        pool.owner.expose(holder)
+        pool.reserve(holder, holder=holder, now=0.0)
+    pool.owner.tick(5.0)
+    assert pool.owner.late_writers() == [1, 2]
+
+    pool.owner.fenced(1)
+
+    assert pool.owner.late_writers() == [2]
+
+
+def test_a_socket_that_receives_is_not_stopped_by_closing_channels():
+    pool, grants = exposed_pool()
+    extent = pool.owner.extent(grants[0].token)
+    pool.owner.tick(5.0)
+    pool.owner.fenced(1)
+    offsets = [pool.reserve(number, holder=2, now=5.0).offset for number in range(10, 10 + SLOTS)]
+    assert grants[0].offset not in offsets
+
+    extent[:] = header_of(0).pack() + payload_of(0)
+    assert pool.owner.publish([grants[0].token], 1, 5.0, verify=True) == ["expired"]
+    assert pool.reserve(20, holder=2, now=5.0).offset == grants[0].offset
+
+
 # -- generations
 
 

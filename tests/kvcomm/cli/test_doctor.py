@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from kvcomm.cli import doctor
+from kvcomm.cli import doctor, hardware, trials
+from kvcomm.cli.app import app
+from kvcomm.cli.trials import Trial
 from kvcomm.config import parse_config
+from kvcomm.errors import ConfigError
+from kvcomm.instance import Instance, InstanceMissing, NodeRecord, process_start_time
+from l2_rdma.transports.port import WireOptions
 
 CONFIG = parse_config("cache: {l2_size: 1MiB, l3_size: 1MiB}\ncluster: {shards: 1}\n", ram_bytes=1 << 30)
 
@@ -39,3 +49,142 @@ def test_a_host_without_shared_memory_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
     (finding,) = doctor._memory(CONFIG)
     assert finding.verdict == "problem"
+
+
+# -- transports ----------------------------------------------------------------------------------------------
+
+FACTS = {"device": "mlx5_0", "mtu": "4096", "gid": "3 RoCE v2"}
+HERE = {
+    "shm": Trial("shm", "works", "", 5e-6, 8e9),
+    "cuda": Trial("cuda", "refused", "cuda-bindings is not installed: pip install 'kvcomm[gpu]'"),
+    "verbs": Trial("verbs", "works", "", 3e-6, 4e9, FACTS),
+    "tcp": Trial("tcp", "works", "", 5e-5, 1e9),
+}
+
+
+class FakeTrials:
+    """Answers with what it was given; keeps what was asked."""
+
+    def __init__(self, answers: dict[str, Trial]) -> None:
+        self.answers = answers
+        self.wires: list[WireOptions] = []
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, wires: WireOptions) -> FakeTrials:
+        self.wires.append(wires)
+        return self
+
+    def between_processes(self, transport: str) -> Trial:
+        self.asked.append((transport,))
+        return self.answers[transport]
+
+    def to_pool(self, transport: str, address: str, token: str) -> Trial:
+        self.asked.append((transport, address, token))
+        return self.answers[transport]
+
+
+Doctor = Callable[..., Result]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrials:
+    made = FakeTrials(dict(HERE))
+    monkeypatch.setattr(trials, "Trials", made)
+    return made
+
+
+@pytest.fixture
+def run(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: FakeTrials) -> Doctor:
+    """``kvcomm doctor`` with a small cluster configured, on a host without RDMA and GPU."""
+    for name in ("KVCOMM_CONFIG", "KVCOMM_TOKEN", "KVCOMM_INSTANCE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware.Host, "here", lambda: hardware.Host(tmp_path, None, "6.1.0"))
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text("cache: {l2_size: 1MiB, l3_size: 1MiB}\nnetwork: {transports: [shm, verbs, tcp]}\n")
+
+    def run(*arguments: str, text: str | None = None) -> Result:
+        if text is not None:
+            config.write_text(text)
+        return CliRunner().invoke(app, ["doctor", "--config", str(config), *arguments])
+
+    return run
+
+
+def told(result: Result) -> dict[str, dict[str, Any]]:
+    return {each["subject"]: each for each in json.loads(result.stdout)}
+
+
+def test_every_transport_is_tried_and_the_cheapest_configured_one_is_used(
+    run: Doctor, fake: FakeTrials
+) -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert fake.asked == [("shm",), ("cuda",), ("verbs",), ("tcp",)]
+    assert "transports to a pool of this host" in result.stdout
+    assert "cuda: refused: cuda-bindings is not installed: pip install 'kvcomm[gpu]'" in result.stdout
+    assert "verbs: slower: 527 us against 267 us for a 2 MiB block" in result.stdout
+
+
+def test_a_program_is_told_the_same(run: Doctor) -> None:
+    said = told(run("--json"))
+    assert [said[f"transport {name}"]["verdict"] for name in HERE] == ["ok", "note", "ok", "ok"]
+    assert said["transport shm"]["detail"]["used"] is True
+    assert said["transport verbs"]["detail"]["facts"] == FACTS | {"gdr": "no: no GPU"}
+    assert said["transport verbs"]["detail"]["latency_s"] == 3e-6
+    assert said["transport cuda"]["detail"]["reason"].startswith("refused: cuda-bindings is not installed")
+
+
+def test_transports_are_tried_as_configured(run: Doctor, fake: FakeTrials) -> None:
+    run(text="network: {listen_host: 10.0.0.7, rdma_device: mlx5_1}\ncache: {l2_size: 1MiB, l3_size: 1MiB}\n")
+    assert fake.wires == [WireOptions(listen_host="10.0.0.7", rdma_device="mlx5_1")]
+
+
+def test_a_driver_that_crashes_is_a_problem_told_in_one_line(run: Doctor, fake: FakeTrials) -> None:
+    reason = "the probe process of the client died with SIGSEGV"
+    fake.answers["verbs"] = replace(HERE["verbs"], verdict="failed", reason=reason)
+    result = run()
+    assert result.exit_code == 1
+    assert f"verbs: {reason}" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_nothing_is_tried_with_a_configuration_that_is_wrong(run: Doctor, fake: FakeTrials) -> None:
+    result = run("--json", text="network: {transports: [pigeon]}\n")
+    assert result.exit_code == 1
+    assert told(result)["configuration"]["verdict"] == "problem"
+    assert fake.asked == []
+
+
+def test_an_instances_pools_are_tried_with_its_token(run: Doctor, fake: FakeTrials) -> None:
+    instance = Instance.create("small")
+    start = process_start_time(os.getpid())
+    assert start is not None
+    for node, role in (("pool-0", "pool"), ("shard-0", "shard")):
+        record = NodeRecord(
+            node=node, role=role, pid=os.getpid(), pid_start_time=start, control="", metrics="",
+            addresses=[f"unix:///nowhere/{node}", "tcp://127.0.0.1:1"], incarnation=1, region="",
+        )  # fmt: skip
+        instance.register(record)
+    said = told(run("--json", "--instance", "small"))
+    token = instance.credentials().token("default")
+    assert fake.asked == [(name, "unix:///nowhere/pool-0", token) for name in HERE]
+    assert said["transport shm"]["detail"]["pool"] == "small/pool-0"
+
+
+def test_a_peer_is_tried_with_the_token_of_the_environment(
+    run: Doctor, fake: FakeTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCOMM_TOKEN", "default:proof")
+    result = run("--peer", "tcp://10.0.0.9:7000")
+    assert fake.asked == [(name, "tcp://10.0.0.9:7000", "default:proof") for name in HERE]
+    assert "transports to tcp://10.0.0.9:7000" in result.stdout
+
+
+def test_a_peer_without_a_token_is_the_callers_mistake(run: Doctor) -> None:
+    result = run("--peer", "tcp://10.0.0.9:7000")
+    assert isinstance(result.exception, ConfigError)
+    assert "needs a token" in str(result.exception)
+
+
+def test_an_instance_that_is_not_there_is_said(run: Doctor) -> None:
+    assert isinstance(run("--instance", "none").exception, InstanceMissing)

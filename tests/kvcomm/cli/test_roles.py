@@ -13,6 +13,8 @@ from kvcomm.cli import roles
 from kvcomm.cli.node import NodeProcess, StoreBackend
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance
+from l2_rdma import pool
+from l2_rdma.transports.port import WireOptions
 from tests.blockstores import DictStore
 
 
@@ -70,3 +72,24 @@ def test_a_withdrawn_node_lets_go_of_what_its_control_calls_hold(runtime_dir: Pa
         assert closed == ["backend"]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("host", "listens"),
+    [("127.0.0.1", "tcp://127.0.0.1:0"), ("10.0.0.7", "tcp://10.0.0.7:0"), ("::1", "tcp://[::1]:0")],
+)
+def test_a_pool_listens_and_uses_the_device_as_configured(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, listens: str
+) -> None:
+    given: dict[str, Any] = {}
+
+    async def run_pool(**options: Any) -> None:
+        given.update(options)
+
+    monkeypatch.setattr(pool, "run_pool", run_pool)
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(f"network: {{listen_host: '{host}', rdma_device: rxe1}}\n")
+    Instance.create("roles")
+    asyncio.run(roles._pool(NodeProcess("roles", "pool-0", "pool", config), lifeline=False))
+    assert given["addresses"][1:] == [listens]
+    assert given["options"].wires == WireOptions(listen_host=host, rdma_device="rxe1")

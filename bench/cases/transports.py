@@ -1,0 +1,127 @@
+"""One-sided reads over each transport, beside the barest thing that moves the same bytes over the same wire.
+
+Over TCP that is a blocking socket with no protocol, and what other stores do over TCP; over RDMA it is a loop
+of READs in pyverbs.  A read here is the transport's own: bytes of another process's region into memory that
+is there already, found and verified by nobody.  A get is a block by its key: found in the index, verified.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from bench.channels import channel, mapped
+from bench.peers.bare_verbs import BARE_READ, bare_verbs
+from bench.peers.memory import MEMCPY, Buffers, memcpy
+from bench.peers.mooncake_store import mooncake
+from bench.peers.raw_socket import RAW_SOCKET, raw_socket
+from bench.peers.redis_server import redis_server
+from bench.pool import pools
+from bench.report import Report
+from bench.scale import Scale, size_name
+from bench.timing import Operation, interleave, repeated
+
+IN_FLIGHT = 16
+TCP, TCP_RUN = "tcp: read", f"tcp: {IN_FLIGHT} reads at once, a read"
+TCP_GET = "tcp: get by key, verified"
+TCP_GET_RUN = f"tcp: {IN_FLIGHT} gets at once, a get"
+VERBS, VERBS_RUN = "verbs: read", f"verbs: {IN_FLIGHT} reads at once, a read"
+SOCKET_TIMES_MAX, STREAM_SHARE_MIN = 1.2, 0.9
+MOONCAKE_TIMES_MIN, REDIS_TIMES_MIN = 2.0, 1.5
+VERBS_SHARE_MIN, VERBS_TIMES_MAX = 0.8, 1.5
+VERBS_BYTES, VERBS_SMALL_BYTES = 1 << 20, 4 << 10
+IN_A_ROW = 8
+"""READs timed as one: in a guest reading the clock costs a good part of a READ."""
+
+
+def run(scale: Scale) -> Report:
+    report = Report("transports", "One-sided reads over each transport")
+    _tcp(scale, report)
+    _verbs(scale, report)
+    return report
+
+
+def _tcp(scale: Scale, report: Report) -> None:
+    size_bytes, size = scale.block_bytes, size_name(scale.block_bytes)
+    with ExitStack() as stack:
+        [pool] = stack.enter_context(pools(1, transports=["tcp"]))
+        region = stack.enter_context(mapped(pool))
+        reads = stack.enter_context(channel(pool, "tcp"))
+        if isinstance(reads, str):
+            report.skip(f"reads of {size} over tcp", reads)
+            return
+        keys = pool.fill(scale.working_set, size_bytes)
+        extents = region.payloads(keys)
+        raw = stack.enter_context(raw_socket(scale.working_set, size_bytes))
+        stream = raw.stream(IN_FLIGHT)
+        operations: list[Operation] = [
+            memcpy(scale.working_set, size_bytes),
+            raw.one,
+            stream,
+            reads.of(TCP, extents),
+            reads.of(TCP_RUN, extents, IN_FLIGHT),
+            reads.blocks(TCP_GET, keys),
+            reads.blocks(TCP_GET_RUN, keys, IN_FLIGHT),
+        ]
+        missing = {}
+        redis = stack.enter_context(redis_server())
+        if isinstance(redis, str):
+            missing["Redis"] = redis
+        else:
+            operations += redis.gets(Buffers(scale.working_set, size_bytes).all)
+        store = stack.enter_context(mooncake(scale.working_set, size_bytes))
+        if isinstance(store, str):
+            missing["Mooncake"] = store
+        else:
+            operations += store.gets(size_bytes)
+        rounds = interleave(
+            operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
+        )
+    baselines = dict.fromkeys(list(rounds.seconds)[2:], RAW_SOCKET)
+    report.add(rounds, size, baselines | {RAW_SOCKET: MEMCPY, TCP_RUN: stream.name, TCP_GET_RUN: stream.name})
+    over = rounds.ratio(TCP, RAW_SOCKET)
+    report.claim(f"read of {size} over tcp, over a raw socket", "<=", SOCKET_TIMES_MAX, "x", over)
+    share = rounds.ratio(stream.name, TCP_RUN)
+    what = f"{IN_FLIGHT} reads of {size} at once over tcp, share of the raw stream's bandwidth"
+    report.claim(what, ">=", STREAM_SHARE_MIN, "x", share)
+    for peer, times_min in (("Mooncake", MOONCAKE_TIMES_MIN), ("Redis", REDIS_TIMES_MIN)):
+        if peer in missing:
+            report.skip(f"read of {size} over tcp against {peer}", missing[peer])
+            continue
+        # The same wire, as between hosts: Redis has a faster one on its own.
+        rivals = [name for name in rounds.seconds if name.startswith(peer) and "unix" not in name]
+        best = rounds.fastest(rivals)
+        for verb, name in (("read", TCP), ("get", TCP_GET)):
+            faster = rounds.ratio(best, name)
+            report.claim(f"{verb} of {size} over tcp, against {best}", ">=", times_min, "x faster", faster)
+
+
+def _verbs(scale: Scale, report: Report) -> None:
+    with ExitStack() as stack:
+        [pool] = stack.enter_context(pools(1, transports=["verbs"]))
+        region = stack.enter_context(mapped(pool))
+        reads = stack.enter_context(channel(pool, "verbs"))
+        bare = stack.enter_context(bare_verbs(scale.working_set, VERBS_BYTES))
+        if isinstance(reads, str) or isinstance(bare, str):
+            report.skip("reads over verbs, beside bare READs", reads if isinstance(reads, str) else str(bare))
+            return
+        extents = region.payloads(pool.fill(scale.working_set, VERBS_BYTES))
+        bare_run = bare.run(VERBS_BYTES, IN_FLIGHT)
+        large = interleave(
+            [bare_run, reads.of(VERBS_RUN, extents, IN_FLIGHT)], rounds=scale.rounds, turn_s=scale.turn_s
+        )
+        extents = region.payloads(pool.fill(scale.working_set, VERBS_SMALL_BYTES))
+        small = interleave(
+            [
+                repeated(bare.one(VERBS_SMALL_BYTES), IN_A_ROW),
+                repeated(reads.of(VERBS, extents), IN_A_ROW),
+            ],
+            rounds=scale.rounds,
+            turn_s=scale.turn_s,
+        )
+    report.add(large, size_name(VERBS_BYTES), {VERBS_RUN: bare_run.name})
+    report.add(small, size_name(VERBS_SMALL_BYTES), {VERBS: BARE_READ})
+    share, over = large.ratio(bare_run.name, VERBS_RUN), small.ratio(VERBS, BARE_READ)
+    what = f"{IN_FLIGHT} reads of {size_name(VERBS_BYTES)} at once over verbs, share of bare READs' bandwidth"
+    report.claim(what, ">=", VERBS_SHARE_MIN, "x", share)
+    what = f"read of {size_name(VERBS_SMALL_BYTES)} over verbs, over a bare READ"
+    report.claim(what, "<=", VERBS_TIMES_MAX, "x", over)

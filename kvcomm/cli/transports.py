@@ -1,0 +1,114 @@
+"""What ``kvcomm doctor`` finds of the transports: which one would be used to a pool, and why no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from kvcomm.cli.finding import Finding
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvcomm.cli.trials import Trial
+    from l2_rdma.choice import Choice
+    from l2_rdma.transports.port import TransportName
+
+
+_GRAVITY: dict[str, Literal["ok", "note", "problem"]] = {
+    "works": "ok",
+    "refused": "note",  # few hosts have every wire
+    "failed": "problem",
+}
+_FACTS = {"device": "device", "mtu": "MTU", "gid": "GID", "gdr": "GPUDirect"}
+"""Those that have a column, where a transport tells them; the others get a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTrials:
+    """What came of every transport to one pool."""
+
+    pool: str
+    """For a person."""
+    preferred: Sequence[str]
+    """``network.transports``."""
+    trials: Sequence[Trial]
+    choice: Choice
+
+    def reason(self, trial: Trial) -> str:
+        """Why it is not used; empty for the one that is."""
+        return trial.reason if trial.verdict == "failed" else self.choice.reasons.get(trial.transport, "")
+
+    def findings(self) -> Iterator[Finding]:
+        for trial in self.trials:
+            used = trial.transport == self.choice.used
+            reason = self.reason(trial)
+            detail = {"pool": self.pool, "used": used} | asdict(trial) | {"reason": reason}
+            text = reason or f"used: 4 KiB in {_latency(trial)}, 1 MiB at {_bandwidth(trial)}"
+            yield Finding(f"transport {trial.transport}", _GRAVITY[trial.verdict], text, detail)
+        if self.choice.used is None:
+            yield Finding(
+                "transports", "problem", f"no configured transport reaches {self.pool}: its blocks are misses"
+            )
+
+
+def try_all(
+    pool: str, names: Sequence[str], preferred: Sequence[str], attempt: Callable[[str], Trial]
+) -> PoolTrials:
+    """Try each of ``names``, one after the other so that none is measured beside another."""
+    from l2_rdma.choice import Measured, choose
+
+    trials = [attempt(name) for name in names]
+    measured = [
+        Measured(cast("TransportName", name), trial.latency_s, trial.bytes_per_s)
+        for name, trial in zip(names, trials, strict=True)
+        if trial.verdict == "works"
+    ]
+    refused = {trial.transport: trial.reason for trial in trials if trial.verdict != "works"}
+    return PoolTrials(pool, preferred, trials, choose(measured, refused, preferred))
+
+
+def show_trials(console: Console, tried: PoolTrials) -> None:
+    """A table of what was measured, then a line for each that is not used, narrow enough for 80 columns."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"transports to {tried.pool}"
+    table = Table(box=None, padding=(0, 2, 0, 0), title=escape(title), title_justify="left")
+    columns = [name for name in _FACTS if any(trial.facts.get(name) for trial in tried.trials)]
+    for heading in ("transport", "verdict", "4 KiB", "1 MiB", *(_FACTS[name] for name in columns)):
+        table.add_column(heading, justify="right" if heading in ("4 KiB", "1 MiB", "MTU") else "left")
+    styles = {"used": "green", "works": "green", "refused": "yellow", "failed": "red"}
+    for trial in tried.trials:
+        verdict = "used" if trial.transport == tried.choice.used else trial.verdict
+        cells = [_latency(trial), _bandwidth(trial), *(trial.facts.get(name) or "-" for name in columns)]
+        table.add_row(trial.transport, f"[{styles[verdict]}]{verdict}[/]", *map(escape, cells))
+    console.print(table)
+    for trial in tried.trials:
+        for line in _lines(trial, tried.reason(trial)):
+            console.print(escape(f"  {line}"), highlight=False)
+
+
+def _lines(trial: Trial, reason: str) -> Iterator[str]:
+    if reason:
+        yield f"{trial.transport}: {reason}"
+    for name, fact in trial.facts.items():
+        if fact and name not in _FACTS:
+            yield f"{trial.transport} {name}: {fact}"
+
+
+def _latency(trial: Trial) -> str:
+    if trial.verdict != "works":
+        return "-"
+    if trial.latency_s >= 1e-3:
+        return f"{trial.latency_s * 1e3:.1f} ms"
+    return f"{trial.latency_s * 1e6:.0f} us" if trial.latency_s >= 1e-5 else f"{trial.latency_s * 1e6:.1f} us"
+
+
+def _bandwidth(trial: Trial) -> str:
+    if trial.verdict != "works":
+        return "-"
+    if trial.bytes_per_s >= 1e9:
+        return f"{trial.bytes_per_s / 1e9:.1f} GB/s"
+    return f"{trial.bytes_per_s / 1e6:.0f} MB/s"

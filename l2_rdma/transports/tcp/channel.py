@@ -1,0 +1,190 @@
+"""``TcpChannel``: a region over a few streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcomm.block import Buffer
+from kvcomm.errors import KVCommError, Unavailable
+from l2_rdma.layout import WORD_BYTES, RegionHeader
+from l2_rdma.transports.port import (
+    Extent,
+    Operation,
+    TransportName,
+    check_extent,
+    check_read,
+    check_word,
+    outside,
+)
+from l2_rdma.transports.tcp.protocol import Kind
+from l2_rdma.transports.tcp.stream import Stream, TcpOperation
+
+if TYPE_CHECKING:
+    from l2_rdma.transports.tcp.transport import TcpTransport
+
+DEPTH_MAX = 1 << 16
+"""So many operations may be under way on one stream; more fail."""
+
+
+class TcpChannel:
+    """Two locks, taken in this order: *receiving*, held while something is received, so that memory is not
+    touched by two, nor after its operation was ended; *posting*, held for moments, over the queues."""
+
+    transport: TransportName = "tcp"
+
+    def __init__(self, transport: TcpTransport, header: RegionHeader, streams: Sequence[Stream]) -> None:
+        self.header = header
+        self.streams = tuple(streams)
+        self._transport = transport
+        self._receiving = threading.Lock()
+        self._posting = threading.Lock()
+        self._broken: KVCommError | None = None
+
+    @property
+    def broken(self) -> KVCommError | None:
+        return self._broken
+
+    def read(self, extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
+        check_read(extents, into)
+        operations = [
+            TcpOperation(Kind.READ, deadline, extent.offset, extent.length, view=_octets(view))
+            for extent, view in zip(extents, into, strict=True)
+        ]
+        self._post(operations, deadline)
+        return list(operations)
+
+    def write(self, extent: Extent, data: Buffer, deadline: float) -> Operation:
+        view = memoryview(data)
+        check_extent(extent, view.nbytes)
+        operation = TcpOperation(Kind.WRITE, deadline, extent.offset, extent.length, data=_octets(view))
+        return self._post_one(operation)
+
+    def fetch_add(self, offset: int, amount: int, deadline: float) -> Operation:
+        check_word(offset, amount)
+        return self._post_one(TcpOperation(Kind.FETCH_ADD, deadline, offset, amount))
+
+    def compare_swap(self, offset: int, expected: int, desired: int, deadline: float) -> Operation:
+        check_word(offset, expected, desired)
+        return self._post_one(TcpOperation(Kind.COMPARE_SWAP, deadline, offset, expected, desired))
+
+    def close(self) -> None:
+        self.break_off(Unavailable("the channel is closed"))
+
+    def break_off(self, error: KVCommError) -> None:
+        """Everything fails, now and later.  Nothing touches any operation's memory after this."""
+        if not self._transport.ours:
+            self._abandon(error)
+            return
+        with self._posting:
+            if self._broken is not None:
+                return
+            for stream in self.streams:
+                stream.hang_up()  # whoever is receiving returns
+        with self._receiving, self._posting:
+            if self._broken is None:
+                self._broken = error
+                for stream in self.streams:
+                    stream.fail(error)
+                    self._transport.forget(stream)
+        self._transport.wake()
+
+    def _abandon(self, error: KVCommError) -> None:
+        """In a forked child: the sockets are its parent's, and no lock can be trusted."""
+        if self._broken is None:
+            self._broken = error
+            for stream in self.streams:
+                stream.socket.close()
+
+    def send(self, stream: Stream, now: float) -> None:
+        """The socket takes more."""
+        with self._posting:
+            error = self._send(stream, now)
+        if error is not None:
+            self.break_off(error)
+
+    def receive(self, stream: Stream, *, block: bool) -> None:
+        """There is something to receive."""
+        with self._receiving:
+            with self._posting:
+                if self._broken is not None:
+                    return
+                expected = stream.first_awaited()
+            ended, error = stream.receive(expected, block=block and bool(expected))
+            with self._posting:
+                stream.finish(ended)
+                if stream.idle:
+                    self._transport.rest(stream)
+        if error is not None:
+            self.break_off(error)
+
+    def expire(self, now: float) -> float:
+        """End what is overdue; when to look again."""
+        with self._receiving, self._posting:
+            errors = [stream.expire(now) for stream in self.streams]
+            earliest = min(stream.deadline() for stream in self.streams)
+        error = next(filter(None, errors), None)
+        if error is not None:
+            self.break_off(error)
+            return float("inf")
+        return earliest
+
+    def _post_one(self, operation: TcpOperation) -> Operation:
+        self._post([operation], operation.deadline)
+        return operation
+
+    def _post(self, operations: list[TcpOperation], deadline: float) -> None:
+        now = self._transport.now()
+        fit = []
+        for operation in operations:
+            error = self._refusal(operation, now)
+            if error is None:
+                fit.append(operation)
+            else:
+                operation.end(error)
+        if not fit:
+            return
+        error = None
+        with self._posting:
+            for stream, share in self._shares(fit):
+                if self._broken is not None or stream.depth + len(share) > DEPTH_MAX:
+                    refusal = self._broken or Unavailable(f"{stream.depth} operations are under way already")
+                    for operation in share:
+                        operation.end(refusal)
+                    continue
+                stream.put(share)
+                self._transport.expect(stream, deadline)
+                error = self._send(stream, now) or error
+        if error is not None:
+            self.break_off(error)
+
+    def _refusal(self, operation: TcpOperation, now: float) -> KVCommError | None:
+        if self._broken is not None:
+            return self._broken
+        if not self._transport.ours:
+            return Unavailable("the channel belongs to the process that this one was forked from")
+        if operation.deadline <= now:
+            return Unavailable("its time was over before it began")
+        length = operation.first if operation.kind in (Kind.READ, Kind.WRITE) else WORD_BYTES
+        return outside(self.header, operation.offset, length)
+
+    def _shares(self, operations: list[TcpOperation]) -> list[tuple[Stream, list[TcpOperation]]]:
+        """Which stream carries what: the least loaded one gets the next."""
+        if len(self.streams) == 1:
+            return [(self.streams[0], operations)]
+        return [(min(self.streams, key=lambda stream: stream.load_bytes), operations)]
+
+    def _send(self, stream: Stream, now: float) -> KVCommError | None:
+        """Posting lock held."""
+        if self._broken is not None:
+            return None
+        try:
+            self._transport.want_to_send(stream, not stream.send(now))
+        except OSError as error:
+            return Unavailable(f"the connection to the pool broke: {error.strerror or error}")
+        return None
+
+
+def _octets(view: memoryview) -> memoryview:
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

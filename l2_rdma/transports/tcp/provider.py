@@ -1,0 +1,251 @@
+"""``TcpProvider``: serves a region over TCP, in a thread of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvcomm.errors import Corrupt, Refused, Unavailable
+from l2_rdma.region import Region
+from l2_rdma.transports.port import TransportName
+from l2_rdma.transports.tcp.protocol import (
+    MAGIC,
+    STREAM_COUNT_MAX,
+    WELCOME,
+    TcpAnswer,
+    TcpOffer,
+    TcpProposal,
+)
+from l2_rdma.transports.tcp.serving import Serving
+from l2_rdma.transports.tcp.sockets import tune
+from l2_rdma.transports.tcp.tickets import Tickets
+
+HELLO_TIMEOUT_S = 5.0
+STREAMS_MAX = 4096
+STRANGERS_MAX = 64
+"""Streams that have not shown a ticket yet; beyond, the newest is closed."""
+STREAMS_PER_HOLDER_MAX = 64
+_BACKLOG = 256
+_JOIN_TIMEOUT_S = 5.0
+_ACCEPTS_PER_TURN = 32
+_STARVED_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class TcpProvider:
+    """The pool's side.  One thread serves all streams and sleeps while none has anything to say.
+
+    Args:
+        host: a local address to listen on.
+
+    Raises:
+        Unavailable: nothing can listen there.
+    """
+
+    name: TransportName = "tcp"
+    writes_unseen = True
+
+    def __init__(self, region: Region, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._region = region
+        self._clock = clock
+        self._process = os.getpid()
+        self._listener = _listen(host)
+        self._offer = TcpOffer(_reachable_as(host), self._listener.getsockname()[1])
+        header = region.header
+        self._welcome = WELCOME.pack(MAGIC, header.incarnation, header.layout.region_bytes)
+        self._lock = threading.Lock()  # of what both the event loop and the thread use: the next two
+        self._tickets = Tickets(secrets.token_bytes)
+        self._held: dict[int, set[Serving]] = {}
+        self._streams: dict[int, Serving] = {}
+        self._strangers: set[Serving] = set()
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._accepting = True
+        self._closing = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvcomm-tcp", daemon=True)
+        self._thread.start()
+
+    def offer(self) -> bytes:
+        return msgspec.msgpack.encode(self._offer)
+
+    def open(self, holder: int, tenant: bytes, proposal: bytes) -> bytes:
+        if tenant != bytes(self._region.header.tenant):
+            raise Refused("the region belongs to another tenant")
+        try:
+            wanted = msgspec.msgpack.decode(proposal, type=TcpProposal).streams
+        except msgspec.DecodeError as error:
+            raise Corrupt(f"a proposal of tcp streams that is none: {error}") from error
+        if not 1 <= wanted <= STREAM_COUNT_MAX:
+            raise Refused(f"a channel has 1 to {STREAM_COUNT_MAX} streams, not {wanted}")
+        with self._lock:
+            if self._closing:
+                raise Refused("the pool is closing")
+            number, secret = self._tickets.issue(holder, wanted, self._clock())
+        return msgspec.msgpack.encode(TcpAnswer(number, secret))
+
+    def close_holder(self, holder: int) -> None:
+        with self._lock:
+            self._tickets.revoke(holder)
+            held = self._held.pop(holder, set())
+        for serving in held:
+            serving.shut()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._process:
+            return  # a forked child: the thread, and what it serves, are its parent's
+        with self._lock:
+            self._closing = True
+            held = [serving for streams in self._held.values() for serving in streams]
+            self._held.clear()
+        for serving in held:
+            serving.shut()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_JOIN_TIMEOUT_S)
+        assert not self._thread.is_alive(), "nothing in the serving thread blocks"
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for descriptor, events in self._epoll.poll(self._patience_s()):
+                    self._turn(descriptor, events)
+                self._dismiss_late_strangers()
+        finally:
+            for serving in list(self._streams.values()):
+                self._end(serving)
+            self._listener.close()
+
+    def _turn(self, descriptor: int, events: int) -> None:
+        serving = self._streams.get(descriptor)
+        if serving is not None:
+            self._serve(serving, events)
+        elif descriptor == self._listener.fileno():
+            self._accept()
+        elif descriptor == self._wake:
+            os.eventfd_read(self._wake)
+
+    def _serve(self, serving: Serving, events: int) -> None:
+        before = serving.interest
+        if not serving.ready(events):
+            self._end(serving)
+        elif serving.interest != before:
+            self._epoll.modify(serving.socket.fileno(), serving.interest)
+
+    def _patience_s(self) -> float | None:
+        """How long nothing needs to be done, whoever is silent."""
+        if not self._accepting:
+            return _STARVED_S
+        if not self._strangers:
+            return None
+        return max(0.0, min(each.hello_deadline for each in self._strangers) - self._clock())
+
+    def _dismiss_late_strangers(self) -> None:
+        now = self._clock()
+        for serving in [each for each in self._strangers if each.hello_deadline <= now]:
+            self._end(serving)
+        if not self._accepting:
+            self._accepting = True
+            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    _log.warning("cannot accept a stream: %s", error)
+                    self._accepting = False  # it stays readable: look again a little later
+                    self._epoll.modify(self._listener.fileno(), 0)
+                    return
+                continue  # the client is gone already
+            if len(self._strangers) >= STRANGERS_MAX or len(self._streams) >= STREAMS_MAX:
+                accepted.close()
+                continue
+            self._welcome_stranger(accepted)
+
+    def _welcome_stranger(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        try:
+            tune(accepted)
+        except OSError:
+            accepted.close()  # it was reset meanwhile
+            return
+        serving = Serving(
+            accepted,
+            self._region,
+            self._redeem,
+            self._welcome,
+            self._clock() + HELLO_TIMEOUT_S,
+            self._clock,
+        )
+        self._strangers.add(serving)
+        self._streams[accepted.fileno()] = serving
+        self._epoll.register(accepted.fileno(), serving.interest)
+
+    def _redeem(self, serving: Serving, number: int, secret: bytes) -> bool:
+        """Whether the ticket is good; then the stream is its holder's.  In the serving thread."""
+        with self._lock:
+            holder = self._tickets.redeem(number, secret, self._clock())
+            if holder is None or self._closing:
+                return False
+            held = self._held.setdefault(holder, set())
+            if len(held) >= STREAMS_PER_HOLDER_MAX:
+                return False
+            held.add(serving)
+        serving.holder = holder
+        self._strangers.discard(serving)
+        return True
+
+    def _end(self, serving: Serving) -> None:
+        """In the serving thread."""
+        self._strangers.discard(serving)
+        with self._lock:
+            held = self._held.get(serving.holder)
+            if held is not None:
+                held.discard(serving)
+                if not held:
+                    del self._held[serving.holder]
+        del self._streams[serving.socket.fileno()]
+        self._epoll.unregister(serving.socket.fileno())
+        serving.close()
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise Unavailable(f"tcp cannot listen on {host!r}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _reachable_as(host: str) -> list[str]:
+    """Names by which clients reach what listens on ``host``: of a wildcard, this host's own."""
+    if host not in ("", "0.0.0.0", "::"):
+        return [host]
+    own = socket.gethostname()
+    try:
+        found = [str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    return list(dict.fromkeys([*found, own]))

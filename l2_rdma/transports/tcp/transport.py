@@ -1,0 +1,255 @@
+"""``TcpTransport``: all channels of this process over TCP, and the loop that drives them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import msgspec
+
+from kvcomm.errors import Corrupt, Unavailable
+from l2_rdma.layout import RegionHeader
+from l2_rdma.transports.poll import PollLoop
+from l2_rdma.transports.port import Ask, Operation, TransportName
+from l2_rdma.transports.tcp.channel import TcpChannel
+from l2_rdma.transports.tcp.protocol import (
+    HELLO,
+    MAGIC,
+    REPLY,
+    WELCOME,
+    Status,
+    TcpAnswer,
+    TcpOffer,
+    TcpProposal,
+    goodbye_error,
+)
+from l2_rdma.transports.tcp.sockets import bound_receive, tune
+from l2_rdma.transports.tcp.stream import Stream
+
+STREAM_COUNT = 1
+BLOCK_S = 0.002
+"""How long others may have to wait while the replies of the only busy stream are received in one call."""
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_NEVER = float("inf")
+
+
+class TcpTransport:
+    """Nothing runs while nobody waits: whoever does polls the sockets of all channels."""
+
+    name: TransportName = "tcp"
+
+    def __init__(self, stream_count: int = STREAM_COUNT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream_count = stream_count
+        self._clock = clock
+        self._process = os.getpid()
+        self._loop = PollLoop(self._poll, clock)
+        self._epoll = select.epoll()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._alarm, _IN)
+        self._polling = threading.Lock()  # held by whoever polls
+        self._lock = threading.Lock()  # of all below; the last to be taken
+        self._channels: dict[int, tuple[TcpChannel, Stream]] = {}  # by descriptor
+        self._busy: set[Stream] = set()
+        self._sending: set[Stream] = set()
+        self._earliest = _NEVER
+        self._wakes_at = -_NEVER  # of the polling thread, if it sleeps
+        self._closed = False
+
+    def register(self, buffer: memoryview) -> TcpRegistration:
+        return TcpRegistration(buffer)
+
+    def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> TcpChannel:
+        if self._closed or not self.ours:
+            raise ValueError("the transport is closed, or was made by the process this one was forked from")
+        try:
+            where = msgspec.msgpack.decode(offer, type=TcpOffer)
+            proposal = msgspec.msgpack.encode(TcpProposal(self._stream_count))
+            ticket = msgspec.msgpack.decode(ask(proposal), type=TcpAnswer)
+            hello = HELLO.pack(MAGIC, ticket.number, ticket.secret)
+        except (msgspec.DecodeError, struct.error) as error:
+            raise Corrupt(f"an offer of tcp that is none: {error}") from error
+        streams: list[Stream] = []
+        try:
+            for _ in range(self._stream_count):
+                streams.append(Stream(self._open(where, hello, header, deadline)))
+        except BaseException:
+            for stream in streams:
+                stream.socket.close()
+            raise
+        channel = TcpChannel(self, header, streams)
+        with self._lock:
+            for stream in streams:
+                self._channels[stream.socket.fileno()] = channel, stream
+                self._epoll.register(stream.socket.fileno(), _IN)
+        return channel
+
+    def wait(self, operations: Sequence[Operation]) -> None:
+        self._loop.wait(operations)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            channels = {channel for channel, _ in self._channels.values()}
+        for channel in channels:
+            channel.close()
+        self.wake()
+        with self._polling if self.ours else nullcontext():
+            self._epoll.close()
+            os.close(self._alarm)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process made it: a forked child has no part in its parent's streams."""
+        return os.getpid() == self._process
+
+    def now(self) -> float:
+        """Monotonic seconds.  Whatever was overdue has ended when this returns."""
+        now = self._clock()
+        if now >= self._earliest:
+            self._expire(now)
+        return now
+
+    def expect(self, stream: Stream, deadline: float) -> None:
+        """Something is under way."""
+        with self._lock:
+            self._busy.add(stream)
+            self._earliest = min(self._earliest, deadline)
+            if deadline < self._wakes_at:
+                os.eventfd_write(self._alarm, 1)
+
+    def rest(self, stream: Stream) -> None:
+        """Nothing is under way any more."""
+        with self._lock:
+            self._busy.discard(stream)
+
+    def want_to_send(self, stream: Stream, wanted: bool) -> None:
+        """Whether the channel is to be told when the socket takes more."""
+        if wanted == (stream in self._sending):
+            return
+        with self._lock:
+            self._epoll.modify(stream.socket.fileno(), _IN | _OUT if wanted else _IN)
+            if wanted:
+                self._sending.add(stream)
+            else:
+                self._sending.discard(stream)
+
+    def forget(self, stream: Stream) -> None:
+        """Close it."""
+        with self._lock:
+            self._busy.discard(stream)
+            self._sending.discard(stream)
+            del self._channels[stream.socket.fileno()]
+            self._epoll.unregister(stream.socket.fileno())
+            stream.socket.close()
+
+    def wake(self) -> None:
+        """Whoever polls looks at its operations again."""
+        if self.ours:
+            os.eventfd_write(self._alarm, 1)
+
+    def _poll(self, timeout_s: float) -> None:
+        with self._polling:
+            if self._closed:
+                return
+            now = self._clock()
+            with self._lock:
+                until = min(now + timeout_s, self._earliest)
+                self._wakes_at = until
+            events = self._epoll.poll(max(0.0, until - now))
+            self._wakes_at = -_NEVER
+            block = len(events) == 1 and len(self._busy) == 1
+            for descriptor, what in events:
+                self._turn(descriptor, what, block)
+        self.now()
+
+    def _turn(self, descriptor: int, what: int, block: bool) -> None:
+        if descriptor == self._alarm:
+            os.eventfd_read(self._alarm)
+            return
+        channel, stream = self._channels.get(descriptor, (None, None))
+        if channel is None or stream is None:
+            return  # closed meanwhile
+        if what & _OUT:
+            channel.send(stream, self._clock())
+        if what & ~_OUT:
+            channel.receive(stream, block=block)
+
+    def _expire(self, now: float) -> None:
+        with self._lock:
+            self._earliest = _NEVER
+            channels = {channel for channel, stream in self._channels.values() if stream in self._busy}
+        earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
+        with self._lock:
+            self._earliest = min(self._earliest, earliest)
+
+    def _open(self, where: TcpOffer, hello: bytes, header: RegionHeader, deadline: float) -> socket.socket:
+        """One stream, to the first of the hosts that answers."""
+        refused: list[str] = []
+        for host in where.hosts:
+            try:
+                connected = socket.create_connection((host, where.port), self._left_s(deadline))
+            except (OSError, UnicodeError) as error:
+                refused.append(f"{host}: {error}")
+                continue
+            try:
+                self._greet(connected, hello, header, deadline)
+                return connected
+            except OSError as error:
+                connected.close()
+                raise Unavailable(f"the pool does not answer on port {where.port}: {error}") from error
+            except BaseException:
+                connected.close()
+                raise
+        raise Unavailable(f"the pool's port {where.port} cannot be reached ({'; '.join(refused)})")
+
+    def _greet(self, connected: socket.socket, hello: bytes, header: RegionHeader, deadline: float) -> None:
+        tune(connected)
+        connected.settimeout(self._left_s(deadline))
+        connected.sendall(hello)
+        start = self._receive_whole(connected, REPLY.size, deadline)
+        if not start.startswith(MAGIC):
+            number, status, reason = REPLY.unpack(start)
+            if (number, status) == (0, Status.GOODBYE):
+                raise goodbye_error(reason)
+            raise Corrupt("what answers on the pool's port does not speak this protocol")
+        welcome = start + self._receive_whole(connected, WELCOME.size - REPLY.size, deadline)
+        _, incarnation, region_bytes = WELCOME.unpack(welcome)
+        if (incarnation, region_bytes) != (header.incarnation, header.layout.region_bytes):
+            raise Unavailable("another life of the pool answers on its port; ask it for its offers anew")
+        bound_receive(connected, BLOCK_S)
+        connected.setblocking(True)
+
+    def _receive_whole(self, connected: socket.socket, size: int, deadline: float) -> bytes:
+        got = b""
+        while len(got) < size:
+            connected.settimeout(self._left_s(deadline))
+            more = connected.recv(size - len(got))
+            if not more:
+                raise ConnectionError("it has closed the connection")
+            got += more
+        return got
+
+    def _left_s(self, deadline: float) -> float:
+        left_s = deadline - self._clock()
+        if left_s <= 0:
+            raise Unavailable("the pool could not be reached in time")
+        return left_s
+
+
+class TcpRegistration:
+    """Nothing to register: the kernel copies to where it is told."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer: memoryview | None = buffer
+
+    def close(self) -> None:
+        self._buffer = None
