@@ -33,11 +33,6 @@ def address_of(view: memoryview, *, writable: bool = False) -> int:
     return int(address)
 
 
-def address_of(view: memoryview) -> int:
-    """Of the first byte of contiguous memory, read-only memory included; valid while ``view`` lives."""
-    return _address(view, _SIMPLE)
-
-
 class _PyBuffer(ctypes.Structure):
     """CPython's ``Py_buffer`` (part of the stable ABI since 3.11); only ``buf`` is looked at."""
 

@@ -122,6 +122,9 @@ class HostStream:
     def mark(self) -> HostMarker:
         return HostMarker(self, self._marked)
 
+    def idle(self) -> bool:
+        return self.passed(self._marked)
+
     def wait(self) -> None:
         self._gpu.check()
         self.run()
