@@ -42,6 +42,8 @@ SIZES_MIB = (1, 2, 8, 64, 256)
 SET_BYTES = 1 << 30
 """Blocks of each size there are, so that no cache holds them (the L2 of an H200 is 60 MB)."""
 ROUNDS = 15
+REPEATS = 4
+"""Launches between two events: the GPU works on one while Python prepares the next."""
 CREDENTIALS = Credentials(bytes(range(32)))
 TENANT = "bench"
 
@@ -296,7 +298,7 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
     other = torch.empty_like(payloads)
 
     def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Seconds on the GPU, by events; and of the whole call."""
+        """Seconds of a call among several that follow each other, by the GPU's clock."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for each in calls.values():
             each()
@@ -305,10 +307,11 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
                 begin.record()
-                call()
+                for _ in range(REPEATS):
+                    call()
                 end.record()
                 torch.cuda.synchronize()
-                taken[name].append(begin.elapsed_time(end) / 1e3)
+                taken[name].append(begin.elapsed_time(end) / 1e3 / REPEATS)
         return {name: statistics.median(times) for name, times in taken.items()}
 
     def vllm(axes: str, dtype: torch.dtype = torch.bfloat16, width: int = dim) -> PagedLayout:
@@ -358,13 +361,20 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
         del layout
     small = []
     layout = vllm("KPTHD")
+
+    def finished(call: Callable[..., Any], *arguments: Any) -> None:
+        call(*arguments)
+        torch.cuda.synchronize()
+
     for count in (1, 8, 64):
-        taken = timed(
+        some, few = pages[:count], payloads[:count]
+        taken = interleaved(
             {
-                "copy": lambda: other[:count].copy_(payloads[:count]),  # noqa: B023
-                "gather": lambda: kernels.gather(layout, pages[:count], other[:count]),  # noqa: B023
-                "scatter": lambda: kernels.scatter(layout, pages[:count], payloads[:count]),  # noqa: B023
-            }
+                "copy": partial(finished, other[:count].copy_, few),
+                "gather": partial(finished, kernels.gather, layout, some, other[:count]),
+                "scatter": partial(finished, kernels.scatter, layout, some, few),
+            },
+            rounds,
         )
         small.append({"blocks": count, "us": {name: 1e6 * seconds for name, seconds in taken.items()}})
     return {"large": rows, "small": small, "fused": fused(gpu, pool, layout, pages, payloads, rounds)}

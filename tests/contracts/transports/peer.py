@@ -22,11 +22,16 @@ import msgspec
 
 from kvcomm.block import Incarnation
 from kvcomm.errors import KVCommError
+from l2_rdma.copying import address_of
 from l2_rdma.layout import plan_layout
 from l2_rdma.region import Region, reclaim_stale
+from l2_rdma.transports.cuda.gpu import Gpu
+from l2_rdma.transports.cuda.region import CudaRegion
+from l2_rdma.transports.cuda.runtime import open_gpu
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import Provider, WireOptions
 from tests.l2_rdma.regions import TENANT
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 
 MIB = 1 << 20
 READ_BYTES = 17 * MIB
@@ -81,15 +86,60 @@ class HostMemory:
         self.region.close()
 
 
-def open_memory(transport: str, directory: Path, incarnation: int) -> HostMemory:
+class DeviceMemory:
+    """A region with its slots on a GPU, or on one of plain memory."""
+
+    def __init__(self, gpu: Gpu, directory: Path, incarnation: int) -> None:
+        self._region = CudaRegion.create(
+            directory,
+            gpu,
+            instance="tests",
+            node="peer",
+            tenant=TENANT,
+            incarnation=Incarnation(incarnation),
+            layout=LAYOUT,
+        )
+        self._stream = gpu.stream()
+        self.region = self._region.file
+        self.poke(LAYOUT.slots_offset, expected(incarnation, 0, READ_BYTES))
+
+    def peek(self, offset: int, length: int) -> bytes:
+        on_host = max(0, min(LAYOUT.slots_offset - offset, length))
+        rest = memoryview(bytearray(length - on_host))
+        if rest.nbytes:
+            self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
+            self._stream.wait()
+        return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
+
+    def poke(self, offset: int, data: bytes) -> None:
+        on_host = max(0, min(LAYOUT.slots_offset - offset, len(data)))
+        self.region.memory[offset : offset + on_host] = data[:on_host]
+        rest = memoryview(data)[on_host:]
+        if rest.nbytes:
+            self._stream.copy(self._region.address(offset + on_host), address_of(rest), rest.nbytes)
+            self._stream.wait()
+
+    def close(self) -> None:
+        self._stream.close()
+        self._region.close()
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def open_memory(transport: str, directory: Path, incarnation: int) -> Memory:
     """What a peer of this transport serves."""
+    if transport == "cuda":
+        return DeviceMemory(open_gpu(), directory, incarnation)
+    if transport == "cuda-plain":
+        return DeviceMemory(HostGpu(directory), directory, incarnation)
     return HostMemory(directory, incarnation)
 
 
 class _Desk:
     """Answers the questions of one peer's holders."""
 
-    def __init__(self, memory: HostMemory, provider: Provider) -> None:
+    def __init__(self, memory: Memory, provider: Provider) -> None:
         self._memory = memory
         self._provider = provider
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -119,9 +169,10 @@ def serve(transport: str, directory: Path, incarnation: int) -> None:
     reclaim_stale(directory)  # of the peer whose place this one takes
     memory = open_memory(transport, directory, incarnation)
     options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
-    found = find_providers([transport], memory.region, options)
+    name = transport.removesuffix("-plain")
+    found = find_providers([name], memory.region, options)
     if found.refused:
-        say(refused=found.refused[transport])
+        say(refused=found.refused[name])
         memory.close()
         return
     provider = next(iter(found.running.values()))
