@@ -3,8 +3,8 @@
     python -m bench.gpu_transport --json out.json [--pool-gpu 1] [--markdown out.md]
 
 A pool process keeps its blocks on GPU ``--pool-gpu``; this process reads from GPU 0.  With 1 instead of 0 the
-bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work over,
-and stands beside the plain copy of the same bytes over the same way, called from Python the same way.
+bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work
+over, and stands beside the plain copy of the same bytes over the same way, called from Python the same way.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def fetching(
     first_s = time.perf_counter() - begun
     correct = download(gpu, targets[-1]) == payload_bytes(keys[-1], size)
     extents = [
-        Extent(pool.reader._index.probe(key).offset + 256, header.payload_bytes)
+        Extent(offset_of(pool, key) + 256, header.payload_bytes)
         for key, header in zip(keys, headers, strict=True)
     ]
 
@@ -179,7 +179,7 @@ def fetching(
         stream.wait()
 
     def channel(some: int) -> None:
-        transport.wait(pool.channel.read(extents[:some], targets[:some], _soon()))  # type: ignore[arg-type]
+        transport.wait(pool.channel.read(extents[:some], targets[:some], _soon()))
 
     def fetch(some: int) -> None:
         pool.fetch(keys[:some], targets[:some], _soon())
@@ -221,9 +221,7 @@ def to_host(
     """One extent between the pool's slots and registered host memory, beside CUDA's own pinned memory."""
     size = size_mib * MIB
     keys, _ = stored(gpu, pool, size, 1)
-    hint = pool.reader._index.probe(keys[0])
-    assert hint is not None
-    extent = Extent(hint.offset + 256, size)
+    extent = Extent(offset_of(pool, keys[0]) + 256, size)
     mine = memoryview(bytearray(size))
     registration = transport.register(mine)
     pinned = int(gpu.call("cudaHostAlloc", size, 1))
@@ -443,6 +441,14 @@ def stored(
             assert pool.put([(header, buffer)], _soon())[0] in ("stored", "present")
     gpu.free(buffer.pointer)
     return keys, headers
+
+
+def offset_of(pool: AttachedPool, key: BlockKey) -> int:
+    """Where a block's copy lies in the region."""
+    [there] = pool.view([key])
+    assert there is not None, "the block is in the pool"
+    region = pool.channel.region
+    return region.header.layout.slots_offset + there.payload.pointer - region.slots.pointer - 256
 
 
 def payload_bytes(key: BlockKey, size: int) -> bytes:

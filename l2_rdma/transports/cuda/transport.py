@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ from l2_rdma.copying import address_of, copy_bytes
 from l2_rdma.layout import WORD_BYTES, RegionHeader
 from l2_rdma.region import host_id
 from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker
+from l2_rdma.transports.cuda.locked import LockedMemory
 from l2_rdma.transports.cuda.provider import CudaAnswer, CudaOffer, CudaProposal
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.poll import PollLoop
@@ -70,10 +71,11 @@ class CudaTransport:
         self._channels: list[CudaChannel] = []
         self._closed = False
         self._lock = threading.Lock()
+        self._locked = LockedMemory(gpu, self._drain)
         self._loop = PollLoop(self._poll, clock)
 
     def register(self, buffer: memoryview) -> CudaRegistration:
-        return CudaRegistration(self, buffer)
+        return CudaRegistration(self._locked, buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> CudaChannel:
         if self._closed:
@@ -90,7 +92,7 @@ class CudaTransport:
         if region.header != header:
             region.close()
             raise Unavailable(f"{where.path} is of another life of the pool")
-        channel = CudaChannel(region, self._clock)
+        channel = CudaChannel(region, self._locked, self._clock)
         with self._lock:
             self._channels = [each for each in self._channels if each.broken is None] + [channel]
         return channel
@@ -104,9 +106,9 @@ class CudaTransport:
             channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
+        self._locked.close()
 
-    def drain(self) -> None:
-        """Until no copy is under way."""
+    def _drain(self) -> None:
         for channel in self._open_channels():
             channel.drain()
 
@@ -128,26 +130,27 @@ class CudaTransport:
 
 
 class CudaRegistration:
-    """Host memory locked in place.  Where the system refuses, ``pinned`` is False, and copies take the way of
-    other host memory."""
+    """Host memory locked in place, until :meth:`close` or the last reference is gone.  Where the system
+    refuses,
+    ``refusal`` says why, and copies take the way of other host memory."""
 
-    def __init__(self, transport: CudaTransport, buffer: memoryview) -> None:
-        self._transport = transport
-        self._buffer: memoryview | None = buffer
-        self.pinned = False
-        self.refusal = ""
-        try:
-            transport.gpu.register(address_of(buffer), buffer.nbytes)
-            self.pinned = True
-        except Refused as error:
-            self.refusal = error.message
+    def __init__(self, locked: LockedMemory, buffer: memoryview) -> None:
+        address = address_of(buffer)
+        self.refusal = locked.lock(address, buffer.nbytes)
+        self._unlock = weakref.finalize(self, _unlock, locked, address if not self.refusal else 0, buffer)
+        self._unlock.atexit = False  # CUDA may be gone by then; the system unlocks it
+
+    @property
+    def pinned(self) -> bool:
+        return self._unlock.alive and not self.refusal
 
     def close(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None and self.pinned:
-            self._transport.drain()
-            self._transport.gpu.unregister(address_of(buffer))
-            self.pinned = False
+        self._unlock()
+
+
+def _unlock(locked: LockedMemory, address: int, buffer: memoryview) -> None:
+    """``buffer`` keeps the memory until then."""
+    locked.unlock(address)
 
 
 class _Piece(NamedTuple):
@@ -157,12 +160,13 @@ class _Piece(NamedTuple):
     destination: int
     source: int
     nbytes: int
+    local: int
+    """The address that is this process's, if it is host memory."""
     memory: object
     """Kept alive."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     """Copies under way, over when ``marker`` is passed."""
 
     marker: Marker
@@ -179,9 +183,10 @@ class CudaChannel:
 
     transport: TransportName = "cuda"
 
-    def __init__(self, region: CudaRegion, clock: Callable[[], float]) -> None:
+    def __init__(self, region: CudaRegion, locked: LockedMemory, clock: Callable[[], float]) -> None:
         self.header = region.header
         self.region = region
+        self._locked = locked
         self._clock = clock
         self._stream = region.gpu.stream()
         self._slots_offset = region.header.layout.slots_offset
@@ -213,7 +218,8 @@ class CudaChannel:
                 self._post(extent, local, deadline, error, read=True)
                 for extent, local in zip(extents, into, strict=True)
             ]
-            self._launch()
+            if self._queue:
+                self._launch()
         return posted
 
     def write(self, extent: Extent, data: Buffer | DeviceBuffer, deadline: float) -> Operation:
@@ -222,7 +228,8 @@ class CudaChannel:
         with self._lock:
             error = self._reason_not_to_begin(deadline)
             operation = self._post(extent, local, deadline, error, read=False)
-            self._launch()
+            if self._queue:
+                self._launch()
         return operation
 
     def fetch_add(self, offset: int, amount: int, deadline: float) -> Operation:
@@ -253,10 +260,13 @@ class CudaChannel:
         """End what is over or overdue, and enqueue what waits; whether anything ended."""
         with self._lock:
             before = len(self._flights), len(self._queue)
+            if before == (0, 0):
+                return False
             try:
                 self._end_passed()
-                self._end_overdue()
-                self._launch()
+                if self._flights or self._queue:
+                    self._end_overdue()
+                    self._launch()
             except KVCommError as error:
                 self._break(error)
             return before != (len(self._flights), len(self._queue))
@@ -275,6 +285,9 @@ class CudaChannel:
         error = error or outside(self.header, *extent)
         if error is not None:
             operation.fail(error)
+            return operation
+        if extent.offset >= self._slots_offset:
+            self._enqueue(operation, local, 0, self._base + extent.offset, extent.length, read=read)
             return operation
         on_host = min(max(self._slots_offset - extent.offset, 0), extent.length)
         if on_host and isinstance(local, memoryview):
@@ -307,9 +320,10 @@ class CudaChannel:
         if not nbytes:
             operation.complete()
             return
+        on_gpu = isinstance(local, DeviceBuffer)
         mine = (local.pointer if isinstance(local, DeviceBuffer) else address_of(local)) + begin
         destination, source = (mine, theirs) if read else (theirs, mine)
-        self._queue.append(_Piece(operation, destination, source, nbytes, local))
+        self._queue.append(_Piece(operation, destination, source, nbytes, 0 if on_gpu else mine, local))
 
     def _on_word(self, offset: int, deadline: float, act: Callable[[], int]) -> Operation:
         operation = Operation(deadline)
@@ -338,7 +352,11 @@ class CudaChannel:
                 deadline = float("inf")
                 while self._queue and total < EVENT_BYTES and self._flight_copies < FLIGHT_COPIES_MAX:
                     piece = self._queue[0]
-                    copy(piece.destination, piece.source, piece.nbytes)
+                    if not piece.local or self._locked.whole(piece.local, piece.nbytes):
+                        copy(piece.destination, piece.source, piece.nbytes)
+                    else:
+                        for begin, length in self._locked.parts(piece.local, piece.nbytes):
+                            copy(piece.destination + begin, piece.source + begin, length)
                     pieces.append(self._queue.popleft())
                     self._flight_copies += 1
                     total += piece.nbytes
