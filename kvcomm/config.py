@@ -164,6 +164,14 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _device(value: Any, _ram_bytes: int) -> int | None:
+    """The number of a GPU, ``None`` for the host."""
+    found = re.fullmatch(r"host|cuda:(\d+)", value) if isinstance(value, str) else None
+    if found is None:
+        _unlike(value, "`host`, or a GPU by its number: `cuda:0`")
+    return int(found[1]) if found[1] is not None else None
+
+
 def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         _unlike(value, "a list of rules, each with names and what it demands")
@@ -232,6 +240,12 @@ class CacheConfig:
         "l2_size", _bytes_or_share, "25%",
         "Shared memory of each host's pool, taken from /dev/shm at start. Larger: blocks live longer before "
         "they are evicted. It is refused at start if /dev/shm has not that much.",
+    )  # fmt: skip
+    l2_device: int | None = _setting(
+        "l2_device", _device, "host",
+        "Where each pool keeps its blocks: `host` (shared memory), or the memory of one of the host's GPUs, "
+        "`cuda:0`, of which `l2_size` is taken then (a percentage is still one of the host's memory). Blocks "
+        "on a GPU are reached through the transport `cuda` alone, by processes with a GPU on the same host.",
     )  # fmt: skip
     l2_pin_budget_bytes: int = _setting(
         "l2_pin_budget", _bytes_or_share, "50%",

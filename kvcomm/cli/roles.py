@@ -45,6 +45,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.node import StoreBackend
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, run_pool
+    from l2_rdma.transports.cuda.runtime import open_gpu
     from l2_rdma.transports.port import WireOptions
 
     cache, network = process.settings.cache, process.settings.network
@@ -80,6 +81,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.reservation_ttl_s,
                 transports=network.transports,
                 wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
+                gpu=None if cache.l2_device is None else open_gpu(cache.l2_device),
             ),
             stop=stop,
             ready=ready,

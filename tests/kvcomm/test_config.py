@@ -101,6 +101,8 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.l1_size", True, "is True, expected bytes"),
         ("cache.l1_size", None, "is empty, expected bytes"),
         ("cache.l1_size", ["1GB"], "expected bytes"),
+        ("cache.l2_device", "gpu", "`cuda:0`"),
+        ("cache.l2_device", 0, "`cuda:0`"),
         ("cache.l1_negative_ttl", 5, "a duration with its unit"),
         ("cache.l1_negative_ttl", "5", "a duration with its unit"),
         ("cache.l1_negative_ttl", "-5s", "a duration with its unit"),
@@ -191,6 +193,11 @@ def test_the_write_quorum_follows_the_replicas() -> None:
 def test_the_pin_budget_is_a_share_of_the_pool() -> None:
     config = parse("cache: {l2_size: 1GB, l2_pin_budget: 25%}")
     assert config.cache.l2_pin_budget_bytes == 250_000_000
+
+
+@pytest.mark.parametrize(("written", "number"), [("host", None), ("cuda:0", 0), ("cuda:11", 11)])
+def test_a_pool_may_be_on_a_gpu(written: str, number: int | None) -> None:
+    assert parse(setting("cache.l2_device", written)).cache.l2_device == number
 
 
 def test_every_transport_of_the_design_may_be_named() -> None:
