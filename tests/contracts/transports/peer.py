@@ -25,9 +25,11 @@ from kvcomm.errors import KVCommError
 from l2_rdma.copying import address_of
 from l2_rdma.layout import RegionLayout, plan_layout
 from l2_rdma.region import Region, reclaim_stale
+from l2_rdma.slotmemory import FileSlots, SlotMemory
 from l2_rdma.transports.cuda.gpu import Gpu
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.cuda.runtime import open_gpu
+from l2_rdma.transports.cuda.slots import DeviceSlots
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import Provider, WireOptions
 from tests.l2_rdma.regions import TENANT
@@ -81,6 +83,10 @@ class HostMemory:
     def poke(self, offset: int, data: bytes) -> None:
         self.region.memory[offset : offset + len(data)] = data
 
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return FileSlots(self.region.memory)
+
     def close(self) -> None:
         self.region.close()
 
@@ -88,7 +94,7 @@ class HostMemory:
 class DeviceMemory:
     """A region with its slots on a GPU, or on one of plain memory."""
 
-    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> None:
+    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout) -> None:
         self._region = CudaRegion.create(
             directory,
             gpu,
@@ -98,12 +104,11 @@ class DeviceMemory:
             incarnation=Incarnation(incarnation),
             layout=layout,
         )
-        self._slots_offset = layout.slots_offset
         self._stream = gpu.stream()
         self.region = self._region.file
 
     def peek(self, offset: int, length: int) -> bytes:
-        on_host = max(0, min(self._slots_offset - offset, length))
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, length))
         rest = memoryview(bytearray(length - on_host))
         if rest.nbytes:
             self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
@@ -111,12 +116,16 @@ class DeviceMemory:
         return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
 
     def poke(self, offset: int, data: bytes) -> None:
-        on_host = max(0, min(self._slots_offset - offset, len(data)))
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, len(data)))
         self.region.memory[offset : offset + on_host] = data[:on_host]
         rest = memoryview(data)[on_host:]
         if rest.nbytes:
             self._stream.copy(self._region.address(offset + on_host), address_of(rest), rest.nbytes)
             self._stream.wait()
+
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return DeviceSlots(self._region)
 
     def close(self) -> None:
         self._stream.close()

@@ -73,6 +73,11 @@ def open_transport(name: str) -> Transport:
     return next(iter(found.running.values()))
 
 
+def served_as(name: str) -> str:
+    """What a pool calls this transport."""
+    return name.removesuffix("-plain")
+
+
 def environment() -> dict[str, str]:
     """Of a process that the tests start: ours, and this checkout's modules."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
