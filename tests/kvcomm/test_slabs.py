@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import mmap
 import random
 import threading
 
@@ -146,3 +148,14 @@ def test_memory_that_cannot_be_registered_is_used_without() -> None:
 def _within(copy: memoryview, slab: memoryview) -> bool:
     begin, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (slab, copy))
     return begin <= at < begin + slab.nbytes
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    buffer = Slabs().take(SMALL_BYTES)
+    buffer[:] = bytes(range(256)) * (SMALL_BYTES // 256)
+    assert bytes(buffer[:256]) == bytes(range(256))
