@@ -27,6 +27,8 @@ from kvcomm.rpc import Identity, Peers, run_blocking
 from kvcomm.serve import run
 from kvcomm.tier import BlockCopy
 
+_PROCESS_CLOCK = 2
+"""Which of a process's clocks: what the scheduler has counted (``clock_getcpuclockid`` makes such ids)."""
 _SECRET = bytes(range(32))
 _CREDENTIALS = Credentials(_SECRET)
 REGION_BYTES = 256 << 20
@@ -62,9 +64,8 @@ class Pool:
             peers.close()
 
     def processor_seconds(self) -> float:
-        """What its threads have used of the processors, to the nanosecond where the kernel counts so."""
-        tasks = Path(f"/proc/{self.pid}/task")
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+        """What it has used of the processors, all threads, to the nanosecond."""
+        return time.clock_gettime(~self.pid << 3 | _PROCESS_CLOCK)
 
 
 def identity() -> Identity:
