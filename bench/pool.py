@@ -92,17 +92,22 @@ class Made:
 
 @contextmanager
 def pools(
-    count: int, *, region_bytes: int = REGION_BYTES, transports: Sequence[str] = ("shm",)
+    count: int,
+    *,
+    region_bytes: int = REGION_BYTES,
+    index_entries: int | None = None,
+    transports: Sequence[str] = ("shm",),
 ) -> Iterator[list[Pool]]:
     """``count`` of them, started together and ended whatever happens.
 
     Args:
+        index_entries: blocks that readers can find; by default as many as ``PoolOptions`` says.
         transports: that they offer, where they can.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb-"))
         nodes = [f"pool-{number}" for number in range(count)]
-        arguments = [directory, str(region_bytes), *transports]
+        arguments = [directory, str(region_bytes), str(index_entries or 0), *transports]
         started = [_start(stack, [node, *arguments]) for node in nodes]
         yield [_ready(node, process) for node, process in zip(nodes, started, strict=True)]
 
@@ -124,7 +129,9 @@ def _ready(node: str, process: subprocess.Popen[str]) -> Pool:
     return Pool(node, address, process.pid)
 
 
-async def _serve(node: str, directory: Path, region_bytes: int, transports: Sequence[str]) -> None:
+async def _serve(
+    node: str, directory: Path, region_bytes: int, index_entries: int, transports: Sequence[str]
+) -> None:
     from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 
     stop = asyncio.Event()
@@ -140,15 +147,15 @@ async def _serve(node: str, directory: Path, region_bytes: int, transports: Sequ
         credentials=_CREDENTIALS,
         tenant=TENANT,
         addresses=[f"unix://{directory}/{node}.sock"],
-        options=PoolOptions(region_bytes, transports=transports),
+        options=PoolOptions(region_bytes, index_entries=index_entries or None, transports=transports),
         stop=stop,
         ready=ready,
     )
 
 
 def main(arguments: Sequence[str]) -> None:
-    node, directory, region_bytes, *transports = arguments
-    run(_serve(node, Path(directory), int(region_bytes), transports))
+    node, directory, region_bytes, index_entries, *transports = arguments
+    run(_serve(node, Path(directory), int(region_bytes), int(index_entries), transports))
 
 
 if __name__ == "__main__":

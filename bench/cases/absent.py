@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from bench.channels import Reads, absent_lookups, channel
@@ -23,9 +23,11 @@ RACK_POOLS, LOOKUPS = 4, 1_000
 ROUNDS_MAX, TURNS = 9, 8
 """An idle time and a time of lookups last so many turns of the scale, long beside the kernel's accounting."""
 SHARE_MAX = 0.01
-"""Of the lookups' own time, all pools together.  Nothing is asked of them; this is how much their housekeeping
-differs from one time to the next."""
-REGION_BYTES = 32 << 20
+"""Of the lookups' own time, all pools together.  Nothing is asked of them; this is how much their
+housekeeping differs from one time to the next."""
+REGION_BYTES, INDEX_ENTRIES = 32 << 20, 1 << 16
+"""A region that a guest can pin four times, with the index of one of 2 GiB: absent keys are looked for in no
+more of it."""
 ONE_SIDED = ("shm", "verbs")
 
 
@@ -39,7 +41,7 @@ def run(scale: Scale) -> Report:
 def _measure(scale: Scale, report: Report, name: str) -> None:
     what = f"processor time of {RACK_POOLS} pools beyond idling, per time of lookups over {name}"
     with ExitStack() as stack:
-        rack = stack.enter_context(pools(RACK_POOLS, region_bytes=REGION_BYTES, transports=[name]))
+        rack = stack.enter_context(_rack(name))
         members: dict[str, Reads] = {}
         for pool in rack:
             reads = stack.enter_context(channel(pool, name))
@@ -57,6 +59,10 @@ def _measure(scale: Scale, report: Report, name: str) -> None:
         report.claim(what, "<=", SHARE_MAX, "x", shares)
     else:
         report.notes.append(f"The {what}: {number(shares.median)}, by the thread that sends.")
+
+
+def _rack(transport: str) -> AbstractContextManager[list[Pool]]:
+    return pools(RACK_POOLS, region_bytes=REGION_BYTES, index_entries=INDEX_ENTRIES, transports=[transport])
 
 
 @dataclass(slots=True)
