@@ -22,8 +22,6 @@ from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
-TRANSPORTS_RUN = ("shm", "tcp")
-"""Those of :data:`TRANSPORTS` that this version runs; the others are passed over."""
 
 _PLANNED = {
     "cache.l2_sync_interval": "record writes are sent at once, there is nothing to aggregate yet",
@@ -138,6 +136,12 @@ def _tenant(value: Any, _ram_bytes: int) -> str:
     return value
 
 
+def _device(value: Any, _ram_bytes: int) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"host|cuda:\d+", value):
+        _unlike(value, '"host" or a GPU such as "cuda:0"')
+    return value
+
+
 def _host(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
         _unlike(value, "a host name or an address, without a port")
@@ -163,8 +167,6 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     for each in value:
         if each not in TRANSPORTS:
             raise ValueError(f"names {each!r}, expected some of {', '.join(TRANSPORTS)}")
-    if not set(value) & set(TRANSPORTS_RUN):
-        raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
 
 
@@ -237,6 +239,13 @@ class CacheConfig:
         "Shared memory of each host's pool, taken from /dev/shm at start. Larger: blocks live longer before "
         "they are evicted. It is refused at start if /dev/shm has not that much.",
     )  # fmt: skip
+    l2_device: str = _setting(
+        "l2_device", _device, "host",
+        "Where pools keep blocks. `host`: in shared memory. `cuda:0`: in the memory of that GPU (of those "
+        "that the pool's process sees), which then has `l2_size` taken from it at start; agents with a GPU "
+        "copy from there at its speed, through the transport `cuda` alone: agents of other hosts and "
+        "without a GPU find nothing in such a pool.",
+    )  # fmt: skip
     l2_pin_budget_bytes: int = _setting(
         "l2_pin_budget", _bytes_or_share, "50%",
         "How much of the pool views may pin at once. At the bound readers get "
@@ -262,6 +271,12 @@ class CacheConfig:
         "writers succeed; shorter: the room and the key of a writer that died are free again sooner.",
     )  # fmt: skip
 
+    @property
+    def l2_gpu(self) -> int | None:
+        """Number of the GPU that :attr:`l2_device` names, if it does."""
+        kind, _, ordinal = self.l2_device.partition(":")
+        return int(ordinal) if kind == "cuda" else None
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkConfig:
@@ -273,10 +288,11 @@ class NetworkConfig:
         "as a copy: for a small block the copy costs less than the pin. `0` makes every block a view.",
     )  # fmt: skip
     transports: tuple[str, ...] = _setting(
-        "transports", _transports, ["shm", "tcp"],
-        "What may carry blocks, preferred first: `shm` (same host), `cuda`, `verbs` (RDMA), `tcp`. This "
-        "version runs `shm` and `tcp` and passes over the others; without `shm` every read is a copy over a "
-        "socket.",
+        "transports", _transports, [*TRANSPORTS],
+        "What may reach into the pools' memory: `shm` (same host, reads without a copy), `cuda` (GPUs of "
+        "one host), `verbs` (RDMA), `tcp`. Pools offer and clients use those of the list that work here, "
+        "the cheapest by measurement; the order decides between equals. One that cannot be used is passed "
+        "over with a reason (`kvcomm status`, `kvcomm doctor`). Without `shm` every read is a copy.",
     )  # fmt: skip
     listen_host: str = _setting(
         "listen_host", _host, "127.0.0.1",
@@ -570,6 +586,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
             f"{cluster.tombstone_age_s:g} s: hints must be given up first"
+        )
+    if cache.l2_gpu is not None and "cuda" not in config.network.transports:
+        yield (
+            f"cache.l2_device is {cache.l2_device}, but network.transports has no cuda, which alone "
+            "reaches it"
         )
     if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
         yield (

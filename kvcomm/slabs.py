@@ -179,6 +179,6 @@ def _slab_bytes(size: int) -> int:
 
 def _new_slab(slab_bytes: int) -> _Slab:
     memory = mmap.mmap(-1, slab_bytes)
-    with suppress(OSError):  # EINVAL of a kernel built without them: small pages then
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _Slab(memory, slab_bytes)
