@@ -41,6 +41,8 @@ class Pool:
     node: str
     address: str
     """Of its socket in the file system."""
+    remote_address: str
+    """Of its port, as other hosts would dial it."""
     pid: int
 
     def fill(self, count: int, payload_bytes: int) -> list[BlockKey]:
@@ -97,18 +99,18 @@ def pools(
     *,
     region_bytes: int = REGION_BYTES,
     index_entries: int | None = None,
-    transports: Sequence[str] = ("shm",),
+    transports: Sequence[str] = (),
 ) -> Iterator[list[Pool]]:
     """``count`` of them, started together and ended whatever happens.
 
     Args:
         index_entries: blocks that readers can find; by default as many as ``PoolOptions`` says.
-        transports: that they offer, where they can.
+        transports: that they offer, where they can, beside shared memory.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb-"))
         nodes = [f"pool-{number}" for number in range(count)]
-        arguments = [directory, str(region_bytes), str(index_entries or 0), *transports]
+        arguments = [directory, str(region_bytes), str(index_entries or 0), "shm", *transports]
         started = [_start(stack, [node, *arguments]) for node in nodes]
         yield [_ready(node, process) for node, process in zip(nodes, started, strict=True)]
 
@@ -124,10 +126,11 @@ def _start(stack: ExitStack, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 def _ready(node: str, process: subprocess.Popen[str]) -> Pool:
     assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    if not address:
+    line = process.stdout.readline()
+    if not line:
         raise Unavailable(f"{node} did not come up")
-    return Pool(node, address, process.pid)
+    address, remote_address = line.split()
+    return Pool(node, address, remote_address, process.pid)
 
 
 async def _serve(
@@ -139,7 +142,7 @@ async def _serve(
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
 
     def ready(pool: RunningPool) -> None:
-        print(pool.addresses[0], flush=True)
+        print(*pool.addresses, flush=True)
 
     await run_pool(
         node=node,
@@ -147,7 +150,7 @@ async def _serve(
         incarnation=Incarnation(secrets.randbits(64) | 1),
         credentials=_CREDENTIALS,
         tenant=TENANT,
-        addresses=[f"unix://{directory}/{node}.sock"],
+        addresses=[f"unix://{directory}/{node}.sock", "tcp://127.0.0.1:0"],
         options=PoolOptions(region_bytes, index_entries=index_entries or None, transports=transports),
         stop=stop,
         ready=ready,
