@@ -188,7 +188,13 @@ class TcpChannel:
         """Which stream carries what: the least loaded one gets the next."""
         if len(self.streams) == 1:
             return [(self.streams[0], operations)]
-        return [(min(self.streams, key=lambda stream: stream.load_bytes), operations)]
+        loads = {stream: stream.load_bytes for stream in self.streams}
+        shares: dict[Stream, list[TcpOperation]] = {}
+        for operation in operations:
+            stream = min(loads, key=loads.__getitem__)
+            loads[stream] += operation.load_bytes
+            shares.setdefault(stream, []).append(operation)
+        return list(shares.items())
 
     def _send(self, stream: Stream, now: float) -> KVCommError | None:
         """Posting lock held."""

@@ -57,8 +57,9 @@ OUTSIDE, GARBAGE, TICKET = range(1, 4)
 
 
 class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
-    hosts: list[str]
-    """Where the pool listens, to be tried in this order."""
+    """Where the pool listens."""
+
+    host: str
     port: int
 
 

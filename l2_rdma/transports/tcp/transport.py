@@ -213,24 +213,21 @@ class TcpTransport:
             self._earliest = min(self._earliest, earliest)
 
     def _open(self, where: TcpOffer, hello: bytes, header: RegionHeader, deadline: float) -> socket.socket:
-        """One stream, to the first of the hosts that answers."""
-        refused: list[str] = []
-        for host in where.hosts:
-            try:
-                connected = socket.create_connection((host, where.port), self._left_s(deadline))
-            except (OSError, UnicodeError) as error:
-                refused.append(f"{host}: {error}")
-                continue
-            try:
-                self._greet(connected, hello, header, deadline)
-                return connected
-            except OSError as error:
-                connected.close()
-                raise Unavailable(f"the pool does not answer on port {where.port}: {error}") from error
-            except BaseException:
-                connected.close()
-                raise
-        raise Unavailable(f"the pool's port {where.port} cannot be reached ({'; '.join(refused)})")
+        """One stream, greeted and ready."""
+        there = f"the pool's port for tcp, {where.host}:{where.port},"
+        try:
+            connected = socket.create_connection((where.host, where.port), self._left_s(deadline))
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise Unavailable(f"{there} cannot be reached: {error}") from error
+        try:
+            self._greet(connected, hello, header, deadline)
+        except OSError as error:
+            connected.close()
+            raise Unavailable(f"{there} does not answer: {error}") from error
+        except BaseException:
+            connected.close()
+            raise
+        return connected
 
     def _greet(self, connected: socket.socket, hello: bytes, header: RegionHeader, deadline: float) -> None:
         tune(connected)

@@ -73,9 +73,10 @@ def test_another_tenant_gets_no_ticket(wired: Wired) -> None:
         wired.provider.open(HOLDER, OTHER_TENANT, msgspec.msgpack.encode(TcpProposal(1)))
 
 
-def test_nothing_listens_where_nothing_can(wired: Wired) -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "", "no such host"])
+def test_nothing_listens_where_nothing_can_be_called(wired: Wired, host: str) -> None:
     with pytest.raises(Unavailable, match="listen"):
-        TcpProvider(wired.region, "192.0.2.1")
+        TcpProvider(wired.region, host)
 
 
 def test_a_ticket_lets_in_once(wired: Wired) -> None:
