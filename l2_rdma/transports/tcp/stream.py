@@ -143,21 +143,30 @@ class Stream:
         """Receive replies, or parts; how many came to their end, and why the stream is over, if so.
 
         Args:
-            expected: what :meth:`first_awaited` said.
+            expected: what :meth:`first_awaited` said, not nothing.
             block: wait, shortly, until all of it is there.
         """
         flags = socket.MSG_WAITALL if block else socket.MSG_DONTWAIT
         try:
-            if not expected:
-                return 0, self._unexpected()
             got = self.socket.recvmsg_into(self._places(expected), 0, flags)[0]
         except BlockingIOError:
             return 0, None
         except OSError as error:
-            return 0, Unavailable(f"the connection to the pool broke: {error.strerror or error}")
+            return 0, broke(error)
         if not got:
             return 0, Unavailable("the pool has closed the connection")
         return self._sort(expected, got)
+
+    def unexpected(self) -> KVCommError | None:
+        """Why the stream is over, if it is readable while nothing is awaited."""
+        try:
+            if self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
+                return Corrupt("the pool sends what nobody asked for")
+        except BlockingIOError:
+            return None  # it is not: the event was of another socket, closed since
+        except OSError as error:
+            return broke(error)
+        return Unavailable("the pool has closed the connection")
 
     def finish(self, count: int) -> None:
         """Forget the first ``count``, whose replies have come."""
@@ -281,11 +290,9 @@ class Stream:
         self._got_bytes = got
         return ended, None
 
-    def _unexpected(self) -> KVCommError | None:
-        """The socket is readable, and nothing is awaited."""
-        if self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-            return Corrupt("the pool sends what nobody asked for")
-        return Unavailable("the pool has closed the connection")
+
+def broke(error: OSError) -> KVCommError:
+    return Unavailable(f"the connection to the pool broke: {error.strerror or error}")
 
 
 def _breach(operation: TcpOperation, number: int, status: int, value: int) -> KVCommError | None:

@@ -94,6 +94,8 @@ class TcpTransport:
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
+        if not self.ours:
+            raise ValueError("the transport was made by the process that this one was forked from")
         self._loop.wait(operations)
 
     def close(self) -> None:
