@@ -217,6 +217,7 @@ class L2Tier:
             if not attempts or left_s <= 0:
                 break
             if not (yield Park(attempts[0], left_s)):
+                attempts[0].awaited = self._clock() < until  # who comes now need not wait as long
                 break
         positions: dict[str, list[int]] = {}
         for position, home in enumerate(homes):
