@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -424,3 +425,29 @@ def test_a_pool_that_stops_in_the_middle_of_a_put_through_a_channel(
         pools[1].signal(signal.SIGCONT)
     until(lambda: agent.view("pool-1").transport == "tcp" or agent.lookup(1) is None)
     until(lambda: agent.put(copy_of(mine[5])) in (["stored"], ["present"]))
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_forked_child_attaches_to_all_for_itself(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    numbers = list(range(30))
+    assert agent.put(*(copy_of(number) for number in numbers)) == ["stored"] * 30
+    assert list(agent.get(*numbers)) == numbers
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            right = list(agent.get(*numbers)) == numbers and agent.put(copy_of(99)) == ["stored"]
+            right = right and agent.transports() == [way] * 3
+            agent.close()
+            status = 0 if right else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert list(agent.get(*numbers, 99)) == [*numbers, 99]
+    assert agent.tier.stats().lost_count == 0, "what the child closed was its own"
