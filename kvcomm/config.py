@@ -136,6 +136,12 @@ def _tenant(value: Any, _ram_bytes: int) -> str:
     return value
 
 
+def _device(value: Any, _ram_bytes: int) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"host|cuda:\d+", value):
+        _unlike(value, '"host" or a GPU such as "cuda:0"')
+    return value
+
+
 def _host(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
         _unlike(value, "a host name or an address, without a port")
@@ -162,14 +168,6 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
         if each not in TRANSPORTS:
             raise ValueError(f"names {each!r}, expected some of {', '.join(TRANSPORTS)}")
     return tuple(value)
-
-
-def _device(value: Any, _ram_bytes: int) -> int | None:
-    """The number of a GPU, ``None`` for the host."""
-    found = re.fullmatch(r"host|cuda:(\d+)", value) if isinstance(value, str) else None
-    if found is None:
-        _unlike(value, "`host`, or a GPU by its number: `cuda:0`")
-    return int(found[1]) if found[1] is not None else None
 
 
 def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
@@ -241,11 +239,12 @@ class CacheConfig:
         "Shared memory of each host's pool, taken from /dev/shm at start. Larger: blocks live longer before "
         "they are evicted. It is refused at start if /dev/shm has not that much.",
     )  # fmt: skip
-    l2_device: int | None = _setting(
+    l2_device: str = _setting(
         "l2_device", _device, "host",
-        "Where each pool keeps its blocks: `host` (shared memory), or the memory of one of the host's GPUs, "
-        "`cuda:0`, of which `l2_size` is taken then (a percentage is still one of the host's memory). Blocks "
-        "on a GPU are reached through the transport `cuda` alone, by processes with a GPU on the same host.",
+        "Where pools keep blocks. `host`: in shared memory. `cuda:0`: in the memory of that GPU (of those "
+        "that the pool's process sees), which then has `l2_size` taken from it at start; agents with a GPU "
+        "copy from there at its speed, through the transport `cuda` alone: agents of other hosts and "
+        "without a GPU find nothing in such a pool.",
     )  # fmt: skip
     l2_pin_budget_bytes: int = _setting(
         "l2_pin_budget", _bytes_or_share, "50%",
@@ -271,6 +270,12 @@ class CacheConfig:
         "How long a writer may take between reserving room for a block and publishing it. Longer: slow "
         "writers succeed; shorter: the room and the key of a writer that died are free again sooner.",
     )  # fmt: skip
+
+    @property
+    def l2_gpu(self) -> int | None:
+        """Number of the GPU that :attr:`l2_device` names, if it does."""
+        kind, _, ordinal = self.l2_device.partition(":")
+        return int(ordinal) if kind == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,6 +586,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
             f"{cluster.tombstone_age_s:g} s: hints must be given up first"
+        )
+    if cache.l2_gpu is not None and "cuda" not in config.network.transports:
+        yield (
+            f"cache.l2_device is {cache.l2_device}, but network.transports has no cuda, which alone "
+            "reaches it"
         )
     if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
         yield (

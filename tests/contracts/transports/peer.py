@@ -223,9 +223,14 @@ class Listening:
 
 def open_provider(transport: str, memory: Memory) -> Provider | None:
     """``None``: it does not run here, and the test is told why."""
+<<<<<<< HEAD
     options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
     name = transport.removesuffix("-plain")
     found = find_providers([name], memory.region, options)
+=======
+    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
+    found = find_providers([transport], memory.region, options)
+>>>>>>> main
     if found.refused:
         say(refused=found.refused[transport])
         return None
