@@ -94,7 +94,7 @@ class HostMemory:
 class DeviceMemory:
     """A region with its slots on a GPU, or on one of plain memory."""
 
-    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout) -> None:
+    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> None:
         self._region = CudaRegion.create(
             directory,
             gpu,
@@ -104,11 +104,12 @@ class DeviceMemory:
             incarnation=Incarnation(incarnation),
             layout=layout,
         )
+        self._slots_offset = layout.slots_offset
         self._stream = gpu.stream()
         self.region = self._region.file
 
     def peek(self, offset: int, length: int) -> bytes:
-        on_host = max(0, min(self.region.header.layout.slots_offset - offset, length))
+        on_host = max(0, min(self._slots_offset - offset, length))
         rest = memoryview(bytearray(length - on_host))
         if rest.nbytes:
             self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
@@ -116,7 +117,7 @@ class DeviceMemory:
         return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
 
     def poke(self, offset: int, data: bytes) -> None:
-        on_host = max(0, min(self.region.header.layout.slots_offset - offset, len(data)))
+        on_host = max(0, min(self._slots_offset - offset, len(data)))
         self.region.memory[offset : offset + on_host] = data[:on_host]
         rest = memoryview(data)[on_host:]
         if rest.nbytes:
@@ -223,16 +224,11 @@ class Listening:
 
 def open_provider(transport: str, memory: Memory) -> Provider | None:
     """``None``: it does not run here, and the test is told why."""
-<<<<<<< HEAD
-    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
+    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
     name = transport.removesuffix("-plain")
     found = find_providers([name], memory.region, options)
-=======
-    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
-    found = find_providers([transport], memory.region, options)
->>>>>>> main
     if found.refused:
-        say(refused=found.refused[transport])
+        say(refused=found.refused[name])
         return None
     return next(iter(found.running.values()))
 
