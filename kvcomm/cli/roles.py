@@ -81,7 +81,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.reservation_ttl_s,
                 transports=network.transports,
                 wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
-                gpu=_gpu(cache.l2_gpu),
+                gpu=_gpu(cache.l2_device),
             ),
             stop=stop,
             ready=ready,

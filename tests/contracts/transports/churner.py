@@ -83,7 +83,6 @@ def main(transport: str, directory: Path, incarnation: int) -> None:
     """Until standard input ends."""
     reclaim_stale(directory)
     memory = open_memory(transport, directory, incarnation, LAYOUT)
-    assert isinstance(memory, HostMemory), "its owner writes the slots itself"
     churner = Churner(memory)
     provider = open_provider(transport, memory)
     if provider is not None:
