@@ -94,11 +94,7 @@ class HostMemory:
 class DeviceMemory:
     """A region with its slots on a GPU, or on one of plain memory."""
 
-<<<<<<< HEAD
-    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> None:
-=======
     def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout) -> None:
->>>>>>> main
         self._region = CudaRegion.create(
             directory,
             gpu,
@@ -112,11 +108,7 @@ class DeviceMemory:
         self.region = self._region.file
 
     def peek(self, offset: int, length: int) -> bytes:
-<<<<<<< HEAD
-        on_host = max(0, min(self._slots_offset - offset, length))
-=======
         on_host = max(0, min(self.region.header.layout.slots_offset - offset, length))
->>>>>>> main
         rest = memoryview(bytearray(length - on_host))
         if rest.nbytes:
             self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
@@ -124,11 +116,7 @@ class DeviceMemory:
         return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
 
     def poke(self, offset: int, data: bytes) -> None:
-<<<<<<< HEAD
-        on_host = max(0, min(self._slots_offset - offset, len(data)))
-=======
         on_host = max(0, min(self.region.header.layout.slots_offset - offset, len(data)))
->>>>>>> main
         self.region.memory[offset : offset + on_host] = data[:on_host]
         rest = memoryview(data)[on_host:]
         if rest.nbytes:
