@@ -346,6 +346,8 @@ class _Meeting:
         """Through the cheapest of the channels that can be opened."""
         opened: dict[TransportName, _Opened] = {}
         found = self.wires.found()
+        # Loading libraries and asking devices may have taken all the time; that is not the pool's fault.
+        self.deadline = self.clock() + self.options.attach_timeout_s
         self.refused |= found.refused
         for name, transport in found.running.items():
             if self._offered(name) and (channel := self._open(name, transport)) is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bench import crossover
-from bench.crossover import Crossover, Curve, Pair, Verb, from_json, rendered, to_json, with_lives
+from bench.crossover import TRANSPORTS, Crossover, Curve, Pair, Verb, from_json, rendered, to_json, with_lives
 from bench.timing import Rounds, Spread
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +48,8 @@ def test_the_default_suits_a_blocks_life_over_every_transport():
 
 def test_a_life_is_a_put_and_a_get_of_the_same_round():
     seconds = {
-        "get by reference": [[1.0, 1.0], [10.0]],
-        "get inline": [[2.0], [20.0]],
+        "get of a run by reference": [[1.0, 1.0], [10.0]],
+        "get of a run inline": [[2.0], [20.0]],
         "put of a run by reference": [[3.0, 5.0, 9.0], [30.0]],
         "put of a run inline": [[4.0], [40.0]],
     }
@@ -73,7 +75,9 @@ def test_it_measures_every_verb_both_ways(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = from_json(result.read_bytes())
-    assert {curve.verb for curve in found.curves} == {"get", "put", "put of a run", "life"}
+    assert {(curve.transport, curve.verb) for curve in found.curves} == set(
+        product(TRANSPORTS, get_args(Verb))
+    )
     for each in found.curves:
         assert [pair.size_bytes for pair in each.pairs] == list(crossover.SMOKE_SIZES)
         assert all(pair.reference_us.median > 0 < pair.inline_us.median for pair in each.pairs)
