@@ -28,7 +28,7 @@ from l2_rdma.transports.tcp.protocol import (
     REQUEST,
     WRITE,
     goodbye_error,
-    reply_head,
+    head_bytes,
 )
 
 REPLIES_AT_ONCE = 128
@@ -74,7 +74,7 @@ class TcpOperation(Operation):
         self.second = second
         self.memory = memory
         self.reply_bytes = first if kind == READ else 0
-        self.head_bytes = reply_head(self.reply_bytes).size
+        self.head_bytes = head_bytes(self.reply_bytes)
         self.load_bytes = _EACH_BYTES + (first if memory is not None else 0)
 
     def end(self, error: KVCommError | None, value: int = 0) -> None:
@@ -133,6 +133,8 @@ class Stream:
             except BlockingIOError:
                 return False
             self._move_sent(sent)
+            if sent < sum(map(len, batch)):
+                return False
         return True
 
     def first_awaited(self) -> list[TcpOperation]:
@@ -246,11 +248,11 @@ class Stream:
         places: list[memoryview] = []
         got, size = self._got_bytes, 0
         for index, operation in enumerate(expected):
-            head_bytes = operation.head_bytes
-            if got < head_bytes:
-                places.append(self._heads[index][got:head_bytes])
-                got = head_bytes
-            missing = operation.reply_bytes - (got - head_bytes)
+            head = operation.head_bytes
+            if got < head:
+                places.append(self._heads[index][got:head])
+                got = head
+            missing = operation.reply_bytes - (got - head)
             if missing:
                 view = operation.memory
                 if view is None:
@@ -258,7 +260,7 @@ class Stream:
                     if missing > BIN_BYTES:
                         break
                 else:
-                    places.append(view[got - head_bytes :] if got > head_bytes else view)
+                    places.append(view[got - head :] if got > head else view)
             size += missing
             if size >= REPLY_BYTES_AT_ONCE:
                 break
@@ -271,14 +273,14 @@ class Stream:
         ended = 0
         heads = _ANY_HEAD.iter_unpack(self._heads_memory)
         for operation, (number, status, value) in zip(expected, heads, strict=False):
-            head_bytes = operation.head_bytes
-            if got < head_bytes:
+            head = operation.head_bytes
+            if got < head:
                 break
-            if before < head_bytes:
+            if before < head:
                 error = _breach(operation, number, status, value)
                 if error is not None:
                     return ended, error
-            whole = head_bytes + operation.reply_bytes
+            whole = head + operation.reply_bytes
             if got < whole:
                 break
             got -= whole
