@@ -22,8 +22,6 @@ from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
-TRANSPORTS_RUN = ("shm", "tcp")
-"""Those of :data:`TRANSPORTS` that this version runs; the others are passed over."""
 
 _PLANNED = {
     "cache.l2_sync_interval": "record writes are sent at once, there is nothing to aggregate yet",
@@ -169,8 +167,6 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     for each in value:
         if each not in TRANSPORTS:
             raise ValueError(f"names {each!r}, expected some of {', '.join(TRANSPORTS)}")
-    if not set(value) & set(TRANSPORTS_RUN):
-        raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
 
 
@@ -275,12 +271,6 @@ class CacheConfig:
         "writers succeed; shorter: the room and the key of a writer that died are free again sooner.",
     )  # fmt: skip
 
-    @property
-    def l2_gpu(self) -> int | None:
-        """Number of the GPU that :attr:`l2_device` names, if it does."""
-        kind, _, ordinal = self.l2_device.partition(":")
-        return int(ordinal) if kind == "cuda" else None
-
 
 @dataclass(frozen=True, slots=True)
 class NetworkConfig:
@@ -292,10 +282,11 @@ class NetworkConfig:
         "as a copy: for a small block the copy costs less than the pin. `0` makes every block a view.",
     )  # fmt: skip
     transports: tuple[str, ...] = _setting(
-        "transports", _transports, ["shm", "tcp"],
-        "What may carry blocks, preferred first: `shm` (same host), `cuda`, `verbs` (RDMA), `tcp`. This "
-        "version runs `shm` and `tcp` and passes over the others; without `shm` every read is a copy over a "
-        "socket.",
+        "transports", _transports, [*TRANSPORTS],
+        "What may reach into the pools' memory: `shm` (same host, reads without a copy), `cuda` (GPUs of "
+        "one host), `verbs` (RDMA), `tcp`. Pools offer and clients use those of the list that work here, "
+        "the cheapest by measurement; the order decides between equals. One that cannot be used is passed "
+        "over with a reason (`kvcomm status`, `kvcomm doctor`). Without `shm` every read is a copy.",
     )  # fmt: skip
     listen_host: str = _setting(
         "listen_host", _host, "127.0.0.1",
@@ -590,7 +581,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
             f"{cluster.tombstone_age_s:g} s: hints must be given up first"
         )
-    if cache.l2_gpu is not None and "cuda" not in config.network.transports:
+    if cache.l2_device != "host" and "cuda" not in config.network.transports:
         yield (
             f"cache.l2_device is {cache.l2_device}, but network.transports has no cuda, which alone "
             "reaches it"

@@ -81,7 +81,11 @@ class NodeProcess:
         transports: Sequence[str] = (),
         refused_transports: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date."""
+        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date.
+
+        Args:
+            transports, refused_transports: a pool's, as ``RunningPool`` has them.
+        """
         from kvcomm.control import ControlServer
         from kvcomm.exporter import Exporter, in_loop
 

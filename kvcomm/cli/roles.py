@@ -57,14 +57,13 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
-        refused = running.refused_transports
         work = process.announce(
             backend,
             running.addresses,
             running.region,
             refresh,
-            transports=[name for name in network.transports if name not in refused],
-            refused_transports=refused,
+            transports=running.transports,
+            refused_transports=running.refused_transports,
         )
         announcing.append(asyncio.create_task(_or_stop(work, stop)))
 
@@ -82,7 +81,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.reservation_ttl_s,
                 transports=network.transports,
                 wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
-                gpu=_gpu(cache.l2_gpu),
+                gpu=_gpu(cache.l2_device),
             ),
             stop=stop,
             ready=ready,
@@ -93,13 +92,13 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     _check(announcing)
 
 
-def _gpu(ordinal: int | None) -> Gpu | None:
-    """Where the slots are to be; raises ``Unavailable`` if there is no such GPU."""
-    if ordinal is None:
+def _gpu(device: str) -> Gpu | None:
+    """Where the slots are to be (``cache.l2_device``).  Raises ``Unavailable`` if there is no such GPU."""
+    if device == "host":
         return None
     from l2_rdma.transports.cuda.runtime import open_gpu
 
-    return open_gpu(ordinal)
+    return open_gpu(int(device.removeprefix("cuda:")))
 
 
 def shard(

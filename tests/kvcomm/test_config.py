@@ -38,7 +38,7 @@ def test_nothing_said_means_the_defaults() -> None:
     assert config.cache.l2_size_bytes == RAM // 4
     assert config.cache.l2_pin_budget_bytes == RAM // 8
     assert config.network.zero_copy_threshold_bytes == 4000
-    assert config.network.transports == ("shm", "tcp")
+    assert config.network.transports == ("shm", "cuda", "verbs", "tcp")
     assert (config.cluster.replicas, config.cluster.write_quorum, config.cluster.read_quorum) == (3, 2, 1)
     assert config.storage.fsync == "always"
     assert config.security.tenant == "default"
@@ -117,7 +117,6 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("network.transports", ["shm", "shm"], "a list without repetition"),
         ("network.transports", ["shm", "tpc"], "names 'tpc', expected some of shm, cuda, verbs, tcp"),
         ("network.transports", ["shm", ["tcp"]], "names ['tcp']"),
-        ("network.transports", ["verbs", "cuda"], "leaves nothing to run"),
         ("network.listen_host", "0.0.0.0", "name one that they reach"),
         ("network.listen_host", "::", "name one that they reach"),
         ("network.listen_host", "10.0.0.1/24", "without a port"),
@@ -198,8 +197,7 @@ def test_the_pin_budget_is_a_share_of_the_pool() -> None:
 
 def test_a_pool_in_gpu_memory_needs_the_wire_that_reaches_it() -> None:
     said = "{transports: [cuda, tcp]}"
-    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_gpu == 1
-    assert parse("cache: {l2_device: host}").cache.l2_gpu is None
+    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_device == "cuda:1"
     (line,) = refusal("cache: {l2_device: 'cuda:1'}\nnetwork: {transports: [shm, tcp]}")
     assert "network.transports has no cuda" in line
 

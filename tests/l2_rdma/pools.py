@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,18 @@ def run_pool_at(
     ready: Callable[[RunningPool], None],
     stop: asyncio.Event,
     incarnation: int,
+    *,
+    node: str = "pool-0",
     **options: Any,
 ) -> Any:
     """The coroutine."""
     return run_pool(
-        node="pool-0",
+        node=node,
         instance="tests",
         incarnation=Incarnation(incarnation),
         credentials=CREDENTIALS,
         tenant=TENANT_NAME,
-        addresses=[f"unix://{directory}/pool.sock"],
+        addresses=[f"unix://{directory}/{'pool' if node == 'pool-0' else node}.sock"],
         options=PoolOptions(directory=directory, **(OPTIONS | options)),
         stop=stop,
         ready=ready,
@@ -104,9 +106,13 @@ def pool_thread(directory: Path, *, incarnation: int = 21, **options: Any) -> It
 class PoolProcess:
     """``run_pool`` in a process that can be killed and paused."""
 
-    def __init__(self, directory: Path, incarnation: int) -> None:
+    def __init__(
+        self, directory: Path, incarnation: int, node: str = "pool-0", transports: Sequence[str] = ("shm",)
+    ) -> None:
+        self.node = node
+        arguments = [str(directory), str(incarnation), node, *transports]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.l2_rdma.pools", str(directory), str(incarnation)],
+            [sys.executable, "-m", "tests.l2_rdma.pools", *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -128,15 +134,17 @@ class PoolProcess:
 
 
 @contextmanager
-def pool_process(directory: Path, *, incarnation: int = 21) -> Iterator[PoolProcess]:
-    pool = PoolProcess(directory, incarnation)
+def pool_process(
+    directory: Path, *, incarnation: int = 21, node: str = "pool-0", transports: Sequence[str] = ("shm",)
+) -> Iterator[PoolProcess]:
+    pool = PoolProcess(directory, incarnation, node, transports)
     try:
         yield pool
     finally:
         pool.end()
 
 
-async def _main(directory: Path, incarnation: int) -> None:
+async def _main(directory: Path, incarnation: int, node: str, transports: Sequence[str]) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
 
@@ -144,8 +152,8 @@ async def _main(directory: Path, incarnation: int) -> None:
         sys.stdout.write(json.dumps({"address": running.addresses[0], "region": running.region}) + "\n")
         sys.stdout.flush()
 
-    await run_pool_at(directory, ready, stop, incarnation)
+    await run_pool_at(directory, ready, stop, incarnation, node=node, transports=transports)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
