@@ -131,7 +131,7 @@ def _memory(settings: Config) -> Iterator[Finding]:
     # What clusters of this host hold now is theirs already: a cluster that runs well is no problem.
     free_bytes = room.f_bavail * room.f_frsize + _held_bytes()
     cluster, cache = settings.cluster, settings.cache
-    pools = cluster.pools if cache.l2_device == "host" else 0  # else their memory is the GPU's
+    pools = cluster.pools if cache.l2_device is None else 0  # else their memory is the GPU's
     want_bytes = pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
     want, free = size_text(want_bytes), size_text(free_bytes)
     who = "cache.l2_size and cache.l3_size" if pools else "cache.l3_size"

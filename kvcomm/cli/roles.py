@@ -92,13 +92,13 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     _check(announcing)
 
 
-def _gpu(device: str) -> Gpu | None:
-    """Where the slots are to be (``cache.l2_device``).  Raises ``Unavailable`` if there is no such GPU."""
-    if device == "host":
+def _gpu(ordinal: int | None) -> Gpu | None:
+    """Where the slots are to be; raises ``Unavailable`` if there is no such GPU."""
+    if ordinal is None:
         return None
     from l2_rdma.transports.cuda.runtime import open_gpu
 
-    return open_gpu(int(device.removeprefix("cuda:")))
+    return open_gpu(ordinal)
 
 
 def shard(

@@ -197,7 +197,8 @@ def test_the_pin_budget_is_a_share_of_the_pool() -> None:
 
 def test_a_pool_in_gpu_memory_needs_the_wire_that_reaches_it() -> None:
     said = "{transports: [cuda, tcp]}"
-    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_device == "cuda:1"
+    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_device == 1
+    assert parse("cache: {l2_device: host}").cache.l2_device is None
     (line,) = refusal("cache: {l2_device: 'cuda:1'}\nnetwork: {transports: [shm, tcp]}")
     assert "network.transports has no cuda" in line
 

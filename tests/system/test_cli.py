@@ -57,8 +57,8 @@ def test_status_names_every_node(cluster: Cluster) -> None:
     assert all(node in table for node in rows)
     served = rows["pool-0"]["transports"]
     assert {"shm", "tcp"} <= set(served)
-    assert f"pool-0 offers {', '.join(served)}" in table
-    assert all(f"pool-0 refuses {name}: " in table for name in rows["pool-0"]["refused_transports"])
+    assert f"pool-0 serves {', '.join(served)}" in table
+    assert all(f"pool-0 cannot serve {name}: " in table for name in rows["pool-0"]["refused_transports"])
 
 
 def test_doctor_finds_the_cluster_well(cluster: Cluster) -> None:

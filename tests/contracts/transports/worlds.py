@@ -22,9 +22,11 @@ import psutil
 from kvcomm.errors import KVCommError, Unavailable, failure_to_error
 from l2_rdma.layout import RegionHeader
 from l2_rdma.region import SHM_DIRECTORY
+from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Transport, WireOptions
 from tests.contracts.transports.peer import CONTROL, PACKET_BYTES_MAX, SCRATCH_BYTES
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 from tests.peers import PATIENCE_S, soon, until
 
 ROOT = Path(__file__).parents[3]
@@ -42,13 +44,18 @@ class Traits:
     connection tells."""
     revocable: bool
     """The peer can end a channel."""
+    asks: bool = True
+    """A channel is asked for; otherwise the offer alone is enough."""
+    forks: bool = True
+    """A forked child of a process that has used it can use it, too."""
 
 
 TRAITS = {
-    "shm": Traits(peer_answers=False, death_shows=False, revocable=False),
+    "shm": Traits(peer_answers=False, death_shows=False, revocable=False, asks=False),
     "tcp": Traits(peer_answers=True, death_shows=True, revocable=True),
     "verbs": Traits(peer_answers=False, death_shows=True, revocable=True),
-    "cuda": Traits(peer_answers=False, death_shows=False, revocable=False),
+    "cuda": Traits(peer_answers=False, death_shows=False, revocable=False, forks=False),
+    "cuda-plain": Traits(peer_answers=False, death_shows=False, revocable=False),
 }
 
 
@@ -58,10 +65,17 @@ def options() -> WireOptions:
 
 def open_transport(name: str) -> Transport:
     """A new one; whoever opens it closes it.  Raises ``Unavailable`` with the reason."""
+    if name == "cuda-plain":
+        return CudaTransport(HostGpu())
     found = find_transports([name], options())
     if found.refused:
         raise Unavailable(found.refused[name])
     return next(iter(found.running.values()))
+
+
+def served_as(name: str) -> str:
+    """What a pool calls this transport."""
+    return name.removesuffix("-plain")
 
 
 def environment() -> dict[str, str]:
@@ -113,13 +127,18 @@ class Control:
 
 
 class Peer:
-    """An owner of a region that can be killed, paused and restarted."""
+    """An owner of a region that can be killed, paused and restarted.
 
-    def __init__(self, transport: str, directory: Path, incarnation: int) -> None:
+    Args:
+        module: what it runs (``tests.contracts.transports.peer``, or another with the same arguments).
+    """
+
+    def __init__(self, transport: str, directory: Path, incarnation: int, module: str = "peer") -> None:
         self.directory = directory
+        self.transport = transport
         self.incarnation = incarnation
         self._controls: list[Control] = []
-        command = [sys.executable, "-m", "tests.contracts.transports.peer"]
+        command = [sys.executable, "-m", f"tests.contracts.transports.{module}"]
         self._process = subprocess.Popen(
             [*command, transport, str(directory), str(incarnation)],
             cwd=ROOT,
@@ -174,10 +193,12 @@ class World:
         return open_transport(self.name)
 
     @contextmanager
-    def peer(self, incarnation: int = 21, *, instead_of: Peer | None = None) -> Iterator[Peer]:
+    def peer(
+        self, incarnation: int = 21, *, instead_of: Peer | None = None, module: str = "peer"
+    ) -> Iterator[Peer]:
         """``instead_of``: one that was killed, whose place the new one takes."""
         place = instead_of.directory if instead_of else Path(tempfile.mkdtemp(dir=self.directory))
-        peer = Peer(self.name, place, incarnation)
+        peer = Peer(self.name, place, incarnation, module)
         try:
             yield peer
         finally:

@@ -47,7 +47,7 @@ def test_what_a_running_cluster_holds_is_not_missing(tmp_path: Path, monkeypatch
 
 def test_pools_in_gpu_memory_want_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, tmp_path, 1 << 20)
-    on_gpu = replace(CONFIG, cache=replace(CONFIG.cache, l2_device="cuda:0"))
+    on_gpu = replace(CONFIG, cache=replace(CONFIG.cache, l2_device=0))
     assert [each.verdict for each in doctor._memory(on_gpu)] == ["ok"]
 
 
