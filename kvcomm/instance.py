@@ -86,6 +86,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     region: str
     """Path of the shared-memory region, or empty."""
+    transports: list[str] = []
+    """A pool's: one-sided ways into its memory that it offers."""
+    refused_transports: dict[str, str] = {}
+    """A pool's: those that it was to offer and cannot, and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,14 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
-        work = process.announce(backend, running.addresses, running.region, refresh)
+        work = process.announce(
+            backend,
+            running.addresses,
+            running.region,
+            refresh,
+            transports=running.transports,
+            refused_transports=running.refused_transports,
+        )
         announcing.append(asyncio.create_task(_or_stop(work, stop)))
 
     try:

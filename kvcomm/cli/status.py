@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
             "pid": record.pid,
             "addresses": record.addresses,
             "metrics": record.metrics,
+            "transports": record.transports,
+            "refused_transports": record.refused_transports,
             "error": "",
         }
         try:
@@ -90,6 +93,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if row["instance"] == instance and row.get("disk"):
                 Console().print(escape(f"  {row['node']} disk {_disk(row['disk'])}"), highlight=False)
+            if row["instance"] == instance and row["role"] == "pool":
+                for line in _transports(row):
+                    Console(soft_wrap=True).print(escape(f"  {row['node']} {line}"), highlight=False)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -102,6 +108,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
         counts = (usage["evicted_count"], usage["quarantined_count"])
         cells += [str(usage["block_count"]), used, size, pinned, *map(str, counts)]
     return cells
+
+
+def _transports(row: dict[str, Any]) -> Iterator[str]:
+    """How its memory can be reached, and how not."""
+    offered = ", ".join(row["transports"]) or "no transport: its memory cannot be read one-sided"
+    yield f"offers {offered}"
+    for name, why in row["refused_transports"].items():
+        yield f"refuses {name}: {why}"
 
 
 def _disk(usage: dict[str, Any]) -> str:

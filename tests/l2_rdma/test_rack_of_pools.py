@@ -45,7 +45,7 @@ class RackAgent(Agent):
 
 
 def agent_of(
-    pools: Sequence[PoolThread] | Sequence[PoolProcess], way: str, stack: contextlib.ExitStack, **options: Any
+    pools: Sequence[PoolThread | PoolProcess], way: str, stack: contextlib.ExitStack, **options: Any
 ) -> RackAgent:
     named = [Pool(node, pool.address) for node, pool in zip(NODES, pools, strict=False)]
     agent = RackAgent(named, [way], **options)
@@ -181,13 +181,18 @@ def test_lookups_go_to_all_homes_before_any_is_waited_for(
     agent = agent_of(threads(tmp_path, stack), "tcp", stack)
     agent.put(*(copy_of(number) for number in range(30)))
     story: list[str] = []
-    ask, told = RemoteReader.ask, RemoteReader.told
-    monkeypatch.setattr(
-        RemoteReader, "ask", lambda self, *arguments: story.append("ask") or ask(self, *arguments)
-    )
-    monkeypatch.setattr(
-        RemoteReader, "told", lambda self, *arguments: story.append("told") or told(self, *arguments)
-    )
+
+    def noted(name: str) -> None:
+        method = getattr(RemoteReader, name)
+
+        def call(self: RemoteReader, *arguments: Any) -> Any:
+            story.append(name)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(RemoteReader, name, call)
+
+    noted("ask")
+    noted("told")
 
     assert agent.lookup(*range(30)) == [True] * 30
     assert story == ["ask"] * 3 + ["told"] * 3

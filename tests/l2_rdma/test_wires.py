@@ -45,7 +45,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Wire]:
     def find(names: Sequence[str], options: Any) -> Any:
         new = [Wire(name) for name in names if name != "cuda"]
         wires.extend(new)
-        return Found({wire.name: wire for wire in new}, {"cuda": "no GPU"})
+        running: Any = {wire.name: wire for wire in new}
+        return Found(running, {"cuda": "no GPU"})
 
     monkeypatch.setattr("l2_rdma.wires.find_transports", find)
     return wires
@@ -104,7 +105,7 @@ def test_a_forked_child_makes_its_own_and_leaves_its_parents_alone(made: list[Wi
             status = 1
             try:
                 with wires.using():
-                    mine = wires.found().running["tcp"]
+                    mine: Any = wires.found().running["tcp"]
                 wires.close()
                 status = 0 if made[1] is mine and made[1].closed and not made[0].closed else 2
             finally:
