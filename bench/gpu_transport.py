@@ -3,8 +3,8 @@
     python -m bench.gpu_transport --json out.json [--pool-gpu 1] [--markdown out.md]
 
 A pool process keeps its blocks on GPU ``--pool-gpu``; this process reads from GPU 0.  With 1 instead of 0 the
-bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work over, and
-stands beside the plain copy of the same bytes over the same way, called from Python the same way.
+bytes cross NVLink (or PCIe).  Every figure is the median of interleaved rounds, wall-clock with the work
+over, and stands beside the plain copy of the same bytes over the same way, called from Python the same way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ SIZES_MIB = (1, 2, 8, 64, 256)
 SET_BYTES = 1 << 30
 """Blocks of each size there are, so that no cache holds them (the L2 of an H200 is 60 MB)."""
 ROUNDS = 15
+REPEATS = 4
+"""Launches between two events: the GPU works on one while Python prepares the next."""
 CREDENTIALS = Credentials(bytes(range(32)))
 TENANT = "bench"
 
@@ -166,7 +169,7 @@ def fetching(
     first_s = time.perf_counter() - begun
     correct = download(gpu, targets[-1]) == payload_bytes(keys[-1], size)
     extents = [
-        Extent(pool.reader._index.probe(key).offset + 256, header.payload_bytes)  # type: ignore[union-attr]
+        Extent(offset_of(pool, key) + 256, header.payload_bytes)
         for key, header in zip(keys, headers, strict=True)
     ]
 
@@ -176,7 +179,7 @@ def fetching(
         stream.wait()
 
     def channel(some: int) -> None:
-        transport.wait(pool.channel.read(extents[:some], targets[:some], _soon()))  # type: ignore[arg-type]
+        transport.wait(pool.channel.read(extents[:some], targets[:some], _soon()))
 
     def fetch(some: int) -> None:
         pool.fetch(keys[:some], targets[:some], _soon())
@@ -185,7 +188,7 @@ def fetching(
     row["first_fetch_verified_gbps"] = count * size / first_s / 1e9
     for label, some in (("pipelined", count), ("single", 1)):
         taken = interleaved(
-            {"plain": lambda: plain(some), "channel": lambda: channel(some), "fetch": lambda: fetch(some)},
+            {each.__name__: partial(each, some) for each in (plain, channel, fetch)},
             rounds,
         )
         row[label] = {
@@ -218,9 +221,7 @@ def to_host(
     """One extent between the pool's slots and registered host memory, beside CUDA's own pinned memory."""
     size = size_mib * MIB
     keys, _ = stored(gpu, pool, size, 1)
-    hint = pool.reader._index.probe(keys[0])
-    assert hint is not None
-    extent = Extent(hint.offset + 256, size)
+    extent = Extent(offset_of(pool, keys[0]) + 256, size)
     mine = memoryview(bytearray(size))
     registration = transport.register(mine)
     pinned = int(gpu.call("cudaHostAlloc", size, 1))
@@ -295,7 +296,7 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
     other = torch.empty_like(payloads)
 
     def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Seconds on the GPU, by events; and of the whole call."""
+        """Seconds of a call among several that follow each other, by the GPU's clock."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for each in calls.values():
             each()
@@ -304,10 +305,11 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
                 begin.record()
-                call()
+                for _ in range(REPEATS):
+                    call()
                 end.record()
                 torch.cuda.synchronize()
-                taken[name].append(begin.elapsed_time(end) / 1e3)
+                taken[name].append(begin.elapsed_time(end) / 1e3 / REPEATS)
         return {name: statistics.median(times) for name, times in taken.items()}
 
     def vllm(axes: str, dtype: torch.dtype = torch.bfloat16, width: int = dim) -> PagedLayout:
@@ -357,13 +359,20 @@ def paging(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, Any]:
         del layout
     small = []
     layout = vllm("KPTHD")
+
+    def finished(call: Callable[..., Any], *arguments: Any) -> None:
+        call(*arguments)
+        torch.cuda.synchronize()
+
     for count in (1, 8, 64):
-        taken = timed(
+        some, few = pages[:count], payloads[:count]
+        taken = interleaved(
             {
-                "copy": lambda: other[:count].copy_(payloads[:count]),  # noqa: B023
-                "gather": lambda: kernels.gather(layout, pages[:count], other[:count]),  # noqa: B023
-                "scatter": lambda: kernels.scatter(layout, pages[:count], payloads[:count]),  # noqa: B023
-            }
+                "copy": partial(finished, other[:count].copy_, few),
+                "gather": partial(finished, kernels.gather, layout, some, other[:count]),
+                "scatter": partial(finished, kernels.scatter, layout, some, few),
+            },
+            rounds,
         )
         small.append({"blocks": count, "us": {name: 1e6 * seconds for name, seconds in taken.items()}})
     return {"large": rows, "small": small, "fused": fused(gpu, pool, layout, pages, payloads, rounds)}
@@ -432,6 +441,14 @@ def stored(
             assert pool.put([(header, buffer)], _soon())[0] in ("stored", "present")
     gpu.free(buffer.pointer)
     return keys, headers
+
+
+def offset_of(pool: AttachedPool, key: BlockKey) -> int:
+    """Where a block's copy lies in the region."""
+    [there] = pool.view([key])
+    assert there is not None, "the block is in the pool"
+    region = pool.channel.region
+    return region.header.layout.slots_offset + there.payload.pointer - region.slots.pointer - 256
 
 
 def payload_bytes(key: BlockKey, size: int) -> bytes:

@@ -136,6 +136,14 @@ def _tenant(value: Any, _ram_bytes: int) -> str:
     return value
 
 
+def _device(value: Any, _ram_bytes: int) -> int | None:
+    """The number of a GPU, ``None`` for the host."""
+    found = re.fullmatch(r"host|cuda:(\d+)", value) if isinstance(value, str) else None
+    if found is None:
+        _unlike(value, '"host" or a GPU such as "cuda:0"')
+    return int(found[1]) if found[1] is not None else None
+
+
 def _host(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
         _unlike(value, "a host name or an address, without a port")
@@ -232,6 +240,13 @@ class CacheConfig:
         "l2_size", _bytes_or_share, "25%",
         "Shared memory of each host's pool, taken from /dev/shm at start. Larger: blocks live longer before "
         "they are evicted. It is refused at start if /dev/shm has not that much.",
+    )  # fmt: skip
+    l2_device: int | None = _setting(
+        "l2_device", _device, "host",
+        "Where pools keep blocks. `host`: in shared memory. `cuda:0`: in the memory of that GPU (of those "
+        "that the pool's process sees), which then has `l2_size` taken from it at start; agents with a GPU "
+        "copy from there at its speed, through the transport `cuda` alone: agents of other hosts and "
+        "without a GPU find nothing in such a pool.",
     )  # fmt: skip
     l2_pin_budget_bytes: int = _setting(
         "l2_pin_budget", _bytes_or_share, "50%",
@@ -567,6 +582,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
             f"{cluster.tombstone_age_s:g} s: hints must be given up first"
+        )
+    if cache.l2_device is not None and "cuda" not in config.network.transports:
+        yield (
+            f"cache.l2_device is cuda:{cache.l2_device}, but network.transports has no cuda, which alone "
+            "reaches it"
         )
     if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
         yield (

@@ -87,9 +87,9 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     region: str
     """Path of the shared-memory region, or empty."""
     transports: list[str] = []
-    """A pool's: one-sided ways into its memory that it offers."""
+    """One-sided ways into the region that the node serves, preferred first."""
     refused_transports: dict[str, str] = {}
-    """A pool's: those that it was to offer and cannot, and why."""
+    """Those that it was to serve and cannot, and why."""
 
 
 @dataclass(frozen=True, slots=True)

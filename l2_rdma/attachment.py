@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -95,13 +95,23 @@ class AttachOptions:
     not fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The transports that are not used."""
+
+    unusable: Mapping[str, str]
+    """Those that cannot be, and why."""
+    unused: Mapping[str, str]
+    """Those that could, and why they are not."""
+
+
 class Mapped:
     """A region of this host, and the connection whose life is the life of our hazard words."""
 
     transport: TransportName = "shm"
 
     def __init__(
-        self, connection: Connection, region: Region, pins: PinTable, reader: Reader, refused: dict[str, str]
+        self, connection: Connection, region: Region, pins: PinTable, reader: Reader, refused: _Refused
     ) -> None:
         self.region = region
         self.pins = pins
@@ -148,7 +158,7 @@ class Wired:
         connection: Connection,
         opened: _Opened,
         wires: Wires,
-        refused: dict[str, str],
+        refused: _Refused,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -308,7 +318,7 @@ class _Meeting:
     deadline: float
     clock: Callable[[], float]
     refused: dict[str, str] = field(default_factory=dict)
-    """Transports of ours that are not used, and why."""
+    """Transports of ours that cannot be used, and why."""
 
     def mapped(self) -> Mapped | None:
         if not self._offered("shm"):
@@ -328,7 +338,9 @@ class _Meeting:
         count = given.count if in_table else 0
         pins = PinTable(region, given.first, count, self.options.pin_budget_bytes)
         reader = Reader(region, pins, view_bytes_min=self.options.zero_copy_threshold_bytes)
-        return Mapped(self.connection, region, pins, reader, self.refused)
+        others = [name for name in self.wires.names if name != "shm" and self._offered(name)]
+        unused = dict.fromkeys(others, "not needed: the pool's memory is mapped")
+        return Mapped(self.connection, region, pins, reader, _Refused(self.refused, unused))
 
     def wired(self) -> Wired | None:
         """Through the cheapest of the channels that can be opened."""
@@ -339,8 +351,9 @@ class _Meeting:
             if self._offered(name) and (channel := self._open(name, transport)) is not None:
                 opened[name] = _Opened(transport, channel)
         used: TransportName | None = None
+        unused: Mapping[str, str] = {}
         try:
-            used = self._cheapest(opened)
+            used, unused = self._cheapest(opened)
         finally:
             for name, each in opened.items():
                 if name != used:
@@ -349,9 +362,10 @@ class _Meeting:
             return None
         self.wires.used(used)
         timeout_s = self.options.request_timeout_s
-        return Wired(self.connection, opened[used], self.wires, self.refused, timeout_s, self.clock)
+        refused = _Refused(self.refused, unused)
+        return Wired(self.connection, opened[used], self.wires, refused, timeout_s, self.clock)
 
-    def _offered(self, name: TransportName) -> bool:
+    def _offered(self, name: str) -> bool:
         if name not in self.wires.names:
             return False
         if any(offer.transport == name for offer in self.offers.offers):
@@ -376,9 +390,12 @@ class _Meeting:
             self.refused[name] = error.message
             return None
 
-    def _cheapest(self, opened: dict[TransportName, _Opened]) -> TransportName | None:
+    def _cheapest(
+        self, opened: dict[TransportName, _Opened]
+    ) -> tuple[TransportName | None, Mapping[str, str]]:
+        """One, and why not the others."""
         if len(opened) < 2:
-            return next(iter(opened), None)
+            return next(iter(opened), None), {}
         measured: list[Measured] = []
         for name, each in opened.items():
             try:
@@ -387,9 +404,9 @@ class _Meeting:
                 )
             except KVCommError as error:
                 self.refused[name] = error.message
-        choice = choose(measured, {}, [name for name in self.wires.names if name in opened])
-        self.refused |= {name: why for name, why in choice.reasons.items() if name not in self.refused}
-        return choice.used
+        working = [each.transport for each in measured]
+        choice = choose(measured, {}, [name for name in self.wires.names if name in working])
+        return choice.used, choice.reasons
 
 
 def attach(

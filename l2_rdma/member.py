@@ -60,7 +60,7 @@ class Member:
         self._ledger = ledger
         self._clock = clock
         self._closed = False
-        self._refused: Mapping[str, str] = {}
+        self._refused: dict[str, str] = {}
         self._problem = ""
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -128,40 +128,43 @@ class Member:
     def _attach(self, attempt: Attempt) -> None:
         """Runs in a thread of its own."""
         attachment: Attachment | None = None
-        refused: Mapping[str, str] = {}
+        unusable: Mapping[str, str] = {}
         problem = "the attempt failed"
         try:
             with self._wires.using():
                 attachment = attach(
                     self.pool.address, self._identity, self._wires, self._options, self._clock
                 )
-                refused, problem = attachment.refused, ""
+                unusable, problem = attachment.refused.unusable, ""
         except Unusable as error:
-            problem, refused = error.message, error.refused
-            if refused != self._refused:  # the next attempts will say the same
-                self._ledger.unusable(self._preferred(refused))
+            problem, unusable = error.message, error.refused
+            if unusable != self._refused:  # the next attempts will say the same
+                self._ledger.unusable(self._preferred(unusable))
         except KVCommError as error:
             problem = error.message  # not there (yet), or not for us: a miss until the back-off is over
         finally:
             with self._lock:
                 self._attempt = None
-                self._refused, self._problem = refused, problem
+                self._refused = dict(unusable)
+                if attachment is not None:
+                    self._refused |= attachment.refused.unused
+                self._problem = problem
                 if attachment is None:
                     self._health = self._health.failed(self._clock())
                 elif self._closed:
                     attachment.close()
                 else:
                     self._attachment, self._health = attachment, self._health.attached()
-                    passed_over = self._preferred(refused, attachment.transport)
+                    passed_over = self._preferred(unusable, attachment.transport)
                     self._ledger.attached(attachment.transport, attachment.counters, passed_over)
                     self._attend(attachment)
             attempt.finish()
 
-    def _preferred(self, refused: Mapping[str, str], used: str = "") -> list[str]:
+    def _preferred(self, unusable: Mapping[str, str], used: str = "") -> list[str]:
         """The transports that are configured before the one in use, and could not be used."""
         names = list(self._wires.names)
         before = names[: names.index(used)] if used in names else names
-        return [name for name in before if name in refused]
+        return [name for name in before if name in unusable]
 
     def _attend(self, attachment: Attachment) -> None:
         rests: Iterator[float] = itertools.repeat(_ATTEND_INTERVAL_S)

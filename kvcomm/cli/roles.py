@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcomm.cli.node import NodeProcess
     from l2_rdma.owner import Owner
     from l2_rdma.pool import RunningPool
+    from l2_rdma.transports.cuda.gpu import Gpu
     from l3_shard.disk import BlockDisk
     from l3_shard.server import RunningShard, ShardOptions
 
@@ -80,6 +81,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.reservation_ttl_s,
                 transports=network.transports,
                 wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
+                gpu=_gpu(cache.l2_device),
             ),
             stop=stop,
             ready=ready,
@@ -88,6 +90,15 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
         await _end(announcing)
         await process.withdraw()
     _check(announcing)
+
+
+def _gpu(ordinal: int | None) -> Gpu | None:
+    """Where the slots are to be; raises ``Unavailable`` if there is no such GPU."""
+    if ordinal is None:
+        return None
+    from l2_rdma.transports.cuda.runtime import open_gpu
+
+    return open_gpu(ordinal)
 
 
 def shard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +90,20 @@ def _show(rows: list[dict[str, Any]]) -> None:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
         Console().print(table)
-        for row in rows:
-            if row["instance"] == instance and row.get("disk"):
-                Console().print(escape(f"  {row['node']} disk {_disk(row['disk'])}"), highlight=False)
-            if row["instance"] == instance and row["role"] == "pool":
-                for line in _transports(row):
-                    Console(soft_wrap=True).print(escape(f"  {row['node']} {line}"), highlight=False)
+        for line in _lines(row for row in rows if row["instance"] == instance):
+            Console().print(escape(f"  {line}"), highlight=False)
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """What has no column: disks, and how a pool's memory is reached."""
+    for row in rows:
+        node = row["node"]
+        if row.get("disk"):
+            yield f"{node} disk {_disk(row['disk'])}"
+        if row["transports"] or row["refused_transports"]:
+            yield f"{node} serves {', '.join(row['transports']) or 'no transport'}"
+        for name, why in row["refused_transports"].items():
+            yield f"{node} cannot serve {name}: {why}"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -108,14 +116,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         counts = (usage["evicted_count"], usage["quarantined_count"])
         cells += [str(usage["block_count"]), used, size, pinned, *map(str, counts)]
     return cells
-
-
-def _transports(row: dict[str, Any]) -> Iterator[str]:
-    """How its memory can be reached, and how not."""
-    offered = ", ".join(row["transports"]) or "no transport: its memory cannot be read one-sided"
-    yield f"offers {offered}"
-    for name, why in row["refused_transports"].items():
-        yield f"refuses {name}: {why}"
 
 
 def _disk(usage: dict[str, Any]) -> str:

@@ -109,6 +109,8 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.l1_negative_entries", -1, "at least 0"),
         ("cache.l3_consistency", "strong", "kv.strong"),
         ("cache.l3_consistency", "stronk", "expected one of eventual"),
+        ("cache.l2_device", "cuda", 'expected "host" or a GPU'),
+        ("cache.l2_device", 0, 'expected "host" or a GPU'),
         ("network.zero_copy_threshold", "15%", "expected bytes"),
         ("network.transports", [], "a list without repetition"),
         ("network.transports", "shm", "a list without repetition"),
@@ -191,6 +193,14 @@ def test_the_write_quorum_follows_the_replicas() -> None:
 def test_the_pin_budget_is_a_share_of_the_pool() -> None:
     config = parse("cache: {l2_size: 1GB, l2_pin_budget: 25%}")
     assert config.cache.l2_pin_budget_bytes == 250_000_000
+
+
+def test_a_pool_in_gpu_memory_needs_the_wire_that_reaches_it() -> None:
+    said = "{transports: [cuda, tcp]}"
+    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_device == 1
+    assert parse("cache: {l2_device: host}").cache.l2_device is None
+    (line,) = refusal("cache: {l2_device: 'cuda:1'}\nnetwork: {transports: [shm, tcp]}")
+    assert "network.transports has no cuda" in line
 
 
 def test_every_transport_of_the_design_may_be_named() -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,9 @@ import psutil
 from kvcomm.block import Incarnation
 from kvcomm.blockstore import StoreUsage
 from l2_rdma.pool import PoolOptions, RunningPool, run_pool
+from l2_rdma.transports.cuda.runtime import open_gpu
 from l2_rdma.transports.desk import Desk
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 from tests.peers import CREDENTIALS, PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +161,11 @@ class PoolProcess:
 
 @contextmanager
 def pool_process(directory: Path, *, incarnation: int = 21, **options: Any) -> Iterator[PoolProcess]:
-    """``unfenced=True``: a pool that takes it that late writers are closed out, and does not do it."""
+    """
+    Args:
+        options: of ``PoolOptions``; ``gpu="cuda"`` or ``"cuda-plain"``: its slots are on a GPU, or on one of
+            plain memory; ``unfenced=True``: it takes late writers for shut out, and shuts nobody out.
+    """
     pool = PoolProcess(directory, incarnation, options)
     try:
         yield pool
@@ -171,6 +177,8 @@ async def _main(directory: Path, incarnation: int, options: dict[str, Any]) -> N
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if "gpu" in options:
+        options["gpu"] = open_gpu() if options["gpu"] == "cuda" else HostGpu(directory)
     if options.pop("unfenced", False):
         Desk.close = lambda self, holder: None  # type: ignore[method-assign]
 

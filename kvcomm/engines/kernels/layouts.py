@@ -19,6 +19,7 @@ A block's payload is ``[layer, K or V, head, token, dim]``, C-contiguous (``LKHT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -45,6 +46,10 @@ class PagedLayout:
     page_stride: int
     token_stride: int
     head_stride: int
+    bases: torch.Tensor
+    """int64 ``[layer * 2]`` on the cache's device: the address of each K and V."""
+    alignment: int
+    """Greatest power of two that divides every row's address and length, 16 at most."""
 
     @property
     def layers(self) -> int:
@@ -151,7 +156,10 @@ def _layout(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PagedLayout:
     if element != 1:
         raise PayloadError("the elements of a row (the last axis) must be contiguous")
     size = first.element_size()
+    addresses = [states.data_ptr() for pair in pairs for states in pair]
+    together = math.gcd(dim * size, page * size, token * size, head * size, *addresses)
     return PagedLayout(
         tuple((keys, values) for keys, values in pairs),
         page_tokens, heads, dim * size, page * size, token * size, head * size,
+        torch.tensor(addresses, dtype=torch.int64, device=first.device), math.gcd(together, 16),
     )  # fmt: skip

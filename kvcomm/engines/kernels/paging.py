@@ -21,7 +21,6 @@ import torch
 from kvcomm.engines.kernels.layouts import PagedLayout
 from kvcomm.errors import PayloadError
 
-_WORD_BYTES = (8, 4, 2, 1)
 _ALIGNMENT = 16
 """From here on a thread moves 16 bytes at a time."""
 _PROGRAM_WORDS_MAX = 8192
@@ -42,7 +41,7 @@ def gather(layout: PagedLayout, pages: torch.Tensor, payloads: torch.Tensor) -> 
     if layout.device.type == "cpu":
         gather_plain(layout, pages, payloads)
     else:
-        _move(layout, pages, _rows(payloads), True)
+        _move(layout, pages, payloads, True)
 
 
 def scatter(layout: PagedLayout, pages: torch.Tensor, payloads: torch.Tensor) -> None:
@@ -51,7 +50,7 @@ def scatter(layout: PagedLayout, pages: torch.Tensor, payloads: torch.Tensor) ->
     if layout.device.type == "cpu":
         scatter_plain(layout, pages, payloads)
     else:
-        _move(layout, pages, _rows(payloads), False)
+        _move(layout, pages, payloads, False)
 
 
 def scatter_from(layout: PagedLayout, pages: torch.Tensor, addresses: Sequence[int]) -> None:
@@ -117,31 +116,37 @@ def _check_pages(layout: PagedLayout, pages: torch.Tensor, count: int) -> None:
             raise PayloadError(f"pages [{first}, {last}] are not all in [0, {layout.page_count})")
 
 
-def _rows(payloads: torch.Tensor) -> list[int]:
-    first, stride = payloads.data_ptr(), payloads.stride(0)
-    return [first + stride * row for row in range(payloads.shape[0])]
-
-
-def _move(layout: PagedLayout, pages: torch.Tensor, addresses: Sequence[int], to_payload: bool) -> None:
+def _move(
+    layout: PagedLayout, pages: torch.Tensor, payloads: torch.Tensor | Sequence[int], to_payload: bool
+) -> None:
+    """``payloads``: rows of a tensor, or addresses."""
     count, per_block = pages.shape
     if not count or not per_block:
         return
-    bases = [states.data_ptr() for pair in layout.tensors for states in pair]
-    word_bytes, aligned = _word_bytes(layout, [*bases, *addresses])
-    tables = torch.tensor([*bases, *addresses], dtype=torch.int64).to(layout.device, non_blocking=True)
+    if isinstance(payloads, torch.Tensor):
+        first, stride = payloads.data_ptr(), payloads.stride(0)
+        table, alignment = None, math.gcd(layout.alignment, first, stride)
+    else:
+        first = stride = 0
+        table = torch.tensor(payloads, dtype=torch.int64, device=layout.device)
+        alignment = math.gcd(layout.alignment, *payloads)
+    word_bytes = min(alignment, 8)
     row_words = layout.row_bytes // word_bytes
     tile_words = layout.heads * layout.page_tokens * row_words
     program_words = min(_PROGRAM_WORDS_MAX, 1 << (tile_words - 1).bit_length())
-    grid = (count * per_block * len(bases), -(-tile_words // program_words))
+    planes = 2 * layout.layers
+    grid = (count * per_block * planes, -(-tile_words // program_words))
     on_gpu = layout.device.type == "cuda"  # else it is Triton's interpreter, in tests
     with torch.cuda.device(layout.device) if on_gpu else nullcontext():
         _kernel()[grid](
-            tables,
-            tables[len(bases) :],
+            layout.bases,
+            table,
+            first,
+            stride,
             pages.to(layout.device),
-            PLANES=len(bases),
+            PLANES=planes,
             WORD_BYTES=word_bytes,
-            ALIGNED=aligned,
+            ALIGNED=alignment == _ALIGNMENT,
             HEADS=layout.heads,
             PAGE_TOKENS=layout.page_tokens,
             ROW_WORDS=row_words,
@@ -153,14 +158,6 @@ def _move(layout: PagedLayout, pages: torch.Tensor, addresses: Sequence[int], to
             TO_PAYLOAD=to_payload,
             num_warps=8 if program_words >= 2048 else 4,
         )
-
-
-def _word_bytes(layout: PagedLayout, addresses: Sequence[int]) -> tuple[int, bool]:
-    """The widest word that all rows are made of and aligned to, and whether all are aligned to 16 bytes."""
-    together = math.gcd(
-        layout.row_bytes, layout.page_stride, layout.token_stride, layout.head_stride, *addresses
-    )
-    return next(size for size in _WORD_BYTES if together % size == 0), together % _ALIGNMENT == 0
 
 
 @cache

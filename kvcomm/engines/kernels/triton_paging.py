@@ -9,7 +9,9 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def move(  # type: ignore[no-untyped-def]
     bases,
-    payloads,
+    table,
+    first,
+    stride,
     pages,
     PLANES: tl.constexpr,
     WORD_BYTES: tl.constexpr,
@@ -26,7 +28,8 @@ def move(  # type: ignore[no-untyped-def]
 ):
     """One (layer, K or V) of one page of one block.
 
-    ``bases`` int64 [layer * 2] and ``payloads`` int64 [block] are addresses, ``pages`` integers [block,
+    ``bases`` int64 [layer * 2] are addresses; those of the payloads are ``table``, int64 [block], or,
+    without it, ``first + block * stride``; ``pages`` integers [block,
     page]. Strides are in words.
     """
     plane = tl.program_id(0) % PLANES  # next to each other in a payload, so neighbours in time, too
@@ -42,7 +45,10 @@ def move(  # type: ignore[no-untyped-def]
         else tl.int8
     )
     base = tl.load(bases + plane)
-    payload = tl.load(payloads + block)
+    if table is None:
+        payload = first + block.to(tl.int64) * stride
+    else:
+        payload = tl.load(table + block)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
         payload = tl.multiple_of(payload, 16)

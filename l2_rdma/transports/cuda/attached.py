@@ -37,6 +37,9 @@ from l2_rdma.transports.cuda.gpu import DeviceBuffer
 from l2_rdma.transports.cuda.reader import CudaReader, DeviceBlock
 from l2_rdma.transports.cuda.transport import CudaChannel, CudaTransport
 
+ALIVE_INTERVAL_S = 0.05
+"""Reads of a dead pool stay right, they only come to an end: asking the connection costs more than a read."""
+
 M = TypeVar("M", bound=Message)
 
 
@@ -50,6 +53,8 @@ class AttachedPool:
         self.reader = CudaReader(channel.region, pins, clock)
         self._connection = connection
         self._clock = clock
+        self._alive_until = 0.0
+        self._closed = False
 
     @staticmethod
     def attach(
@@ -99,8 +104,17 @@ class AttachedPool:
             raise
 
     def alive(self) -> bool:
-        """Whether the pool still serves us, as far as is known here.  Does not wait."""
-        return self.channel.broken is None and self._connection.alive()
+        """Whether the pool still serves us, as far as is known here, :data:`ALIVE_INTERVAL_S` ago at most.
+        Does
+        not wait."""
+        if self._closed or self.channel.broken is not None:
+            return False
+        now = self._clock()
+        if now >= self._alive_until:
+            if not self._connection.alive():
+                return False
+            self._alive_until = now + ALIVE_INTERVAL_S
+        return True
 
     def view(self, keys: Sequence[BlockKey]) -> list[DeviceBlock | None]:
         """As ``CudaReader.view``; all misses once the pool is gone."""
@@ -148,6 +162,7 @@ class AttachedPool:
 
     def close(self) -> None:
         """Leave the pool.  No array made from a view may be in use any more: the memory is unmapped."""
+        self._closed = True
         self._connection.close()
         self.reader.close()
         self.channel.close()

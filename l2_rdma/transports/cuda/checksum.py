@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 from kvcomm.errors import Unavailable
@@ -41,13 +44,14 @@ class DigestKernels:
         Unavailable: the kernels cannot be compiled or loaded.
     """
 
-    def __init__(self, gpu: Owner, driver: Any, nvrtc: Any) -> None:
+    def __init__(self, gpu: Owner, runtime: Any, driver: Any, nvrtc: Any) -> None:
         self._gpu = gpu
         self._driver = driver
         image = _compiled(nvrtc, gpu.capability)
         self._module = self._drive("cuModuleLoadData", image)
         self._sums_kernel = self._drive("cuModuleGetFunction", self._module, b"stripe_sums")
         self._digests_kernel = self._drive("cuModuleGetFunction", self._module, b"digests")
+        self._upload = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._stream = gpu.call("cudaStreamCreateWithFlags", 1)  # cudaStreamNonBlocking
         # Written by the host and read by the GPU, and the other way round.
         words = BATCH_MAX * (_WORDS_A_PAYLOAD + 1)
@@ -76,19 +80,21 @@ class DigestKernels:
 
     def _launch(self, extents: Sequence[tuple[int, int]]) -> list[int]:
         """Of as many as the scratch memory is for."""
-        count, blocks, most = 0, 0, 0
-        for address, length in extents:
-            mine = (length - 1) // BLOCK_BYTES
-            if count and (blocks + mine) * LANES * 8 > SUMS_BYTES_MAX:
-                break
-            at = count * _WORDS_A_PAYLOAD
-            self._words[at], self._words[at + 1], self._words[at + 2] = address, length, blocks
-            count, blocks, most = count + 1, blocks + mine, max(most, mine)
-        self._reserve(blocks * LANES * 8)
-        table_bytes = count * _WORDS_A_PAYLOAD * 8
+        blocks = [(length - 1) // BLOCK_BYTES for _, length in extents]
+        ends = list(accumulate(blocks))
+        count = max(1, bisect_right(ends, SUMS_BYTES_MAX // (LANES * 8)))
+        self._reserve(ends[count - 1] * LANES * 8)
+        rows = [
+            (address, length, end - mine)
+            for (address, length), end, mine in zip(extents[:count], ends, blocks, strict=False)
+        ]
+        table = array("Q", chain.from_iterable(rows))
+        self._words[: len(table)] = memoryview(table)
         results = self._shared + BATCH_MAX * _WORDS_A_PAYLOAD * 8
-        self._gpu.call("cudaMemcpyAsync", self._table, self._shared, table_bytes, 1, self._stream)
-        groups = min(-(-most // SUMS_BLOCKS_PER_GROUP), max(1, _GROUPS_MAX // count))
+        self._gpu.call(
+            "cudaMemcpyAsync", self._table, self._shared, len(table) * 8, self._upload, self._stream
+        )
+        groups = min(-(-max(blocks[:count]) // SUMS_BLOCKS_PER_GROUP), max(1, _GROUPS_MAX // count))
         if groups:
             self._run(self._sums_kernel, (groups, count), SUMS_THREADS, (self._table, self._sums))
         self._run(self._digests_kernel, (count, 1), 32, (self._table, self._sums, results))

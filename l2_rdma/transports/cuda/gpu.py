@@ -94,6 +94,10 @@ class Stream(Protocol):
 
     def mark(self) -> Marker: ...
 
+    def idle(self) -> bool:
+        """Whether all that was enqueued is over.  Never waits.  Raises ``Unavailable``: the GPU failed."""
+        ...
+
     def wait(self) -> None:
         """Until all that was enqueued is over.  Raises ``Unavailable``: the GPU failed."""
         ...

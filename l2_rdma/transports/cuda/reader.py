@@ -18,10 +18,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey, Generation
+from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.errors import Corrupt, PayloadError, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.fence import full_fence, register_for_barriers
@@ -34,7 +35,7 @@ from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.cuda.xxh3 import LONG_BYTES_MIN, POINTER_ALIGNMENT
 
 _GENERATION_WORD = GENERATION_OFFSET // WORD_BYTES
-_SPIN_S = 0.0002
+_SPIN_S = 0.002
 _NAP_S = 0.00005
 
 
@@ -67,6 +68,21 @@ class DeviceBlock:
         return self.header.key
 
 
+class _Known(NamedTuple):
+    """A verified slot.  Its generation is of this key alone, and never used again: while the slot's word is
+    that
+    one, the slot holds this block."""
+
+    hint: Hint
+    word: int
+    """Index of the generation word in the file."""
+    raw: bytes
+    """The header's bytes up to the generation word."""
+    header: BlockHeader
+    address: int
+    """Of the payload."""
+
+
 @dataclass(slots=True)
 class _Found:
     """A pinned slot on its way to being a block."""
@@ -94,7 +110,8 @@ class CudaReader:
         self._first, self._end = layout.slots_offset, layout.slots_end
         self._index = IndexReader(self._memory, layout)
         self._stream: Stream = region.gpu.stream()
-        self._verified: dict[int, tuple[Generation, bytes]] = {}
+        self._known: dict[BlockKey, _Known] = {}
+        self._base = region.slots.pointer - layout.slots_offset
         register_for_barriers()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -105,13 +122,21 @@ class CudaReader:
         """The blocks where they are, pinned and verified; ``None`` for a miss, and for what could not be
         pinned
         (:meth:`fetch` gets that, too)."""
-        found = [self._pinned(index, key) for index, key in enumerate(keys)]
         blocks: list[DeviceBlock | None] = [None] * len(keys)
-        for each in self._intact([each for each in found if isinstance(each, _Found)]):
+        found = []
+        for index, key in enumerate(keys):
+            known = self._known.get(key)
+            if known is not None and (number := self._pin_known(known)) is not None:
+                payload = DeviceBuffer(known.address, known.header.payload_bytes, _Pin(self.pins, number))
+                blocks[index] = DeviceBlock(known.header, payload)
+            elif (pinned := self._pinned(index, key)) is not None:
+                found.append(pinned)
+        for each in self._intact(found):
             blocks[each.index] = DeviceBlock(each.header, each.payload)
             self._index.mark_referenced(each.hint.entry)
-        self.counters.hits += sum(block is not None for block in blocks)
-        self.counters.misses += sum(block is None for block in blocks)
+        missed = sum(block is None for block in blocks)
+        self.counters.hits += len(keys) - missed
+        self.counters.misses += missed
         return blocks
 
     def fetch(
@@ -130,17 +155,35 @@ class CudaReader:
         """
         if len(keys) != len(into):
             raise ValueError(f"{len(keys)} keys and {len(into)} buffers")
-        blocks = self.view(keys)
-        headers: list[BlockHeader | None] = [block.header if block is not None else None for block in blocks]
-        for header, buffer in zip(headers, into, strict=True):
-            if header is not None:
+        headers: list[BlockHeader | None] = [None] * len(keys)
+        pins: list[int] = []
+        copy = self._stream.copy
+        try:
+            for index, key in enumerate(keys):
+                known = self._known.get(key)
+                if known is None or (number := self._pin_known(known)) is None:
+                    continue
+                pins.append(number)
+                buffer, header = into[index], known.header
                 _check_length(header, buffer)
-        for block, buffer in zip(blocks, into, strict=True):
-            if block is not None:
-                self._stream.copy(buffer.pointer, block.payload.pointer, block.payload.nbytes)
-        self._await(deadline)
-        for index, block in enumerate(blocks):
-            if block is None:
+                copy(buffer.pointer, known.address, buffer.nbytes)
+                headers[index] = header
+            self.counters.hits += len(pins)
+            new = [index for index, header in enumerate(headers) if header is None]
+            blocks = self.view([keys[index] for index in new]) if new else []
+            for index, block in zip(new, blocks, strict=True):
+                if block is not None:
+                    _check_length(block.header, into[index])
+                    copy(into[index].pointer, block.payload.pointer, block.payload.nbytes)
+                    headers[index] = block.header
+        finally:
+            try:
+                self._await(deadline)
+            finally:
+                for number in pins:
+                    self.pins.unpin(number)
+        for index in new:
+            if headers[index] is None:
                 headers[index] = self._copied(keys[index], into[index])
         return headers
 
@@ -174,6 +217,21 @@ class CudaReader:
         self._stream.close()
 
     # -- finding and verifying
+
+    def _pin_known(self, known: _Known) -> int | None:
+        """Pin a slot that was verified before; its pin's number, or ``None``: it is not that block any more,
+        or
+        cannot be pinned."""
+        hint, raw = known.hint, known.raw
+        number = self.pins.pin(hint.offset, hint.copy_bytes)
+        if number is None:
+            return None
+        here = self._memory[hint.offset : hint.offset + GENERATION_OFFSET]
+        if self._words[known.word] != hint.generation or here != raw:
+            self.pins.unpin(number)
+            return None
+        self._index.mark_referenced(hint.entry)
+        return number
 
     def _pinned(self, index: int, key: BlockKey) -> _Found | None:
         """Twice, if the slot moves on in between."""
@@ -211,23 +269,20 @@ class CudaReader:
         )
 
     def _intact(self, found: Sequence[_Found]) -> list[_Found]:
-        """Those whose payload is what the header says."""
-        unknown = [each for each in found if not self._known(each)]
-        digests = self._digests([each.payload for each in unknown])
-        damaged = set()
-        for each, digest in zip(unknown, digests, strict=True):
+        """Those whose payload is what the header says; they are known from now on."""
+        intact = []
+        for each, digest in zip(found, self._digests([each.payload for each in found]), strict=True):
+            hint = each.hint
             if digest != each.header.payload_checksum:
-                self._report(each.hint.offset)
-                damaged.add(each.index)
+                self._report(hint.offset)
                 continue
             self.counters.payloads_verified += 1
-            if len(self._verified) >= VERIFIED_MAX:
-                self._verified.clear()
-            self._verified[each.hint.offset] = each.hint.generation, each.raw
-        return [each for each in found if each.index not in damaged]
-
-    def _known(self, found: _Found) -> bool:
-        return self._verified.get(found.hint.offset) == (found.hint.generation, found.raw)
+            if len(self._known) >= VERIFIED_MAX:
+                self._known.clear()
+            word = hint.offset // WORD_BYTES + _GENERATION_WORD
+            self._known[each.header.key] = _Known(hint, word, each.raw, each.header, each.payload.pointer)
+            intact.append(each)
+        return intact
 
     def _digests(self, payloads: Sequence[DeviceBuffer]) -> list[int]:
         usual = [each for each in payloads if _fits_kernels(each)]
@@ -269,18 +324,15 @@ class CudaReader:
         return header
 
     def _await(self, deadline: float) -> None:
-        marker = self._stream.mark()
-        begun = self._clock()
-        try:
-            while not marker.done():
-                now = self._clock()
-                if now >= deadline:
-                    self._stream.wait()
-                    raise Unavailable("the copies were not over in time")
-                if now - begun > _SPIN_S:
-                    time.sleep(_NAP_S)
-        finally:
-            marker.release()
+        idle, clock = self._stream.idle, self._clock
+        begun = clock()
+        while not idle():
+            now = clock()
+            if now >= deadline:
+                self._stream.wait()
+                raise Unavailable("the copies were not over in time")
+            if now - begun > _SPIN_S:
+                time.sleep(_NAP_S)
 
     def _word(self, offset: int) -> int:
         return self._words[offset // WORD_BYTES + _GENERATION_WORD]

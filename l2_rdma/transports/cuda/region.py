@@ -5,7 +5,7 @@ themselves, header and payload, are one allocation of the owner's GPU, mapped by
 through CUDA IPC.  Both sides are one address space::
 
     0 .. slots_offset             the file
-    slots_offset .. slots_end     address ``slots.pointer + (offset - slots_offset)`` on the GPU
+    slots_offset .. the end       address ``slots.pointer + (offset - slots_offset)`` on the GPU
 
 The file is as long as the address space and full of holes: of each slot only the page with the header has
 memory behind it.  A mapping stays valid when the owner dies, until it is closed; so a reader can finish, and
@@ -32,7 +32,7 @@ class CudaRegion:
         self.file = file
         self.header: RegionHeader = file.header
         self.gpu = gpu
-        self.slots = DeviceBuffer(pointer, layout.slots_end - layout.slots_offset, self)
+        self.slots = DeviceBuffer(pointer, layout.region_bytes - layout.slots_offset, self)
         self._owned = owned
         self._exported = False
         self._open = True
@@ -54,7 +54,7 @@ class CudaRegion:
         Raises:
             ConfigError: the GPU or ``directory`` cannot hold it.
         """
-        pointer = gpu.allocate(layout.slots_end - layout.slots_offset)
+        pointer = gpu.allocate(layout.region_bytes - layout.slots_offset)
         try:
             file = Region.create(
                 directory,
@@ -97,7 +97,7 @@ class CudaRegion:
     def address(self, offset: int) -> int:
         """Of a byte of the slots, on the GPU."""
         layout = self.header.layout
-        if not layout.slots_offset <= offset <= layout.slots_end:
+        if not layout.slots_offset <= offset <= layout.region_bytes:
             raise Corrupt(f"offset {offset} is not in the slots")
         return self.slots.pointer + offset - layout.slots_offset
 

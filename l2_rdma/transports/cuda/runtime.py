@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcomm.errors import ConfigError, Refused, Unavailable
@@ -53,7 +53,7 @@ class CudaGpu:
 
     def __init__(self, ordinal: int, runtime: Any, driver: Any, nvrtc: Any) -> None:
         self.ordinal = ordinal
-        self._runtime = runtime
+        self.runtime = runtime
         self.driver = driver
         self._lock = threading.Lock()
         self._opened: dict[bytes, tuple[int, int]] = {}
@@ -67,18 +67,19 @@ class CudaGpu:
         self.uuid = bytes(properties.uuid.bytes)
         self.name = properties.name.decode().rstrip("\0")
         self.capability = (properties.major, properties.minor)
-        self._to_any_side = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._success = runtime.cudaError_t.cudaSuccess
+        self._not_ready = runtime.cudaError_t.cudaErrorNotReady
 
     # -- memory
 
     def allocate(self, nbytes: int) -> int:
         self.use()
         whole = -(-max(nbytes, 1) // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
-        status, pointer = self._runtime.cudaMalloc(whole)
-        if status == self._runtime.cudaError_t.cudaErrorMemoryAllocation:
+        status, pointer = self.runtime.cudaMalloc(whole)
+        if status == self.runtime.cudaError_t.cudaErrorMemoryAllocation:
             free, total = self.call("cudaMemGetInfo")
             raise ConfigError(f"{nbytes} bytes of {self.name} are asked for, {free} of {total} are free")
-        self._check(status, "cudaMalloc")
+        self.check(status, "cudaMalloc")
         return int(pointer)
 
     def free(self, pointer: int) -> None:
@@ -118,20 +119,18 @@ class CudaGpu:
 
     def _map(self, handle: bytes) -> int:
         self.use()
-        raw = self._runtime.cudaIpcMemHandle_t()
+        raw = self.runtime.cudaIpcMemHandle_t()
         raw.reserved = handle
-        status, pointer = self._runtime.cudaIpcOpenMemHandle(
-            raw, self._runtime.cudaIpcMemLazyEnablePeerAccess
-        )
+        status, pointer = self.runtime.cudaIpcOpenMemHandle(raw, self.runtime.cudaIpcMemLazyEnablePeerAccess)
         if int(status):
-            raise Refused(f"{self.name} cannot map the pool's memory: {_text(self._runtime, status)}")
+            raise Refused(f"{self.name} cannot map the pool's memory: {_text(self.runtime, status)}")
         return int(pointer)
 
     def register(self, address: int, nbytes: int) -> None:
         self.use()
-        (status,) = self._runtime.cudaHostRegister(address, nbytes, self._runtime.cudaHostRegisterPortable)
+        (status,) = self.runtime.cudaHostRegister(address, nbytes, self.runtime.cudaHostRegisterPortable)
         if int(status):
-            raise Refused(f"{nbytes} bytes cannot be locked in memory: {_text(self._runtime, status)}")
+            raise Refused(f"{nbytes} bytes cannot be locked in memory: {_text(self.runtime, status)}")
 
     def unregister(self, address: int) -> None:
         self.use()
@@ -141,13 +140,13 @@ class CudaGpu:
 
     def stream(self) -> CudaStream:
         self.use()
-        return CudaStream(self, self.call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
+        return CudaStream(self, self.call("cudaStreamCreateWithFlags", self.runtime.cudaStreamNonBlocking))
 
     def digests(self, extents: Sequence[tuple[int, int]]) -> list[int]:
         self.use()
         with self._lock:
             if self._kernels is None:
-                self._kernels = DigestKernels(self, self.driver, self._nvrtc)
+                self._kernels = DigestKernels(self, self.runtime, self.driver, self._nvrtc)
             return self._kernels.digests(extents)
 
     # -- the bindings
@@ -158,27 +157,23 @@ class CudaGpu:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """One call of the runtime; its result, if it has one."""
-        status, *results = getattr(self._runtime, name)(*arguments)
+        status, *results = getattr(self.runtime, name)(*arguments)
         if int(status):
-            self._check(status, name)
+            self.check(status, name)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def copy(self, stream: Any, destination: int, source: int, nbytes: int) -> None:
-        (status,) = self._runtime.cudaMemcpyAsync(destination, source, nbytes, self._to_any_side, stream)
-        if int(status):
-            self._check(status, "cudaMemcpyAsync")
-
-    def passed(self, event: Any) -> bool:
-        (status,) = self._runtime.cudaEventQuery(event)
-        if not int(status):
+    def passed(self, query: Callable[[Any], Any], subject: Any) -> bool:
+        """What ``cudaEventQuery`` and ``cudaStreamQuery`` say."""
+        (status,) = query(subject)
+        if status == self._success:
             return True
-        if status != self._runtime.cudaError_t.cudaErrorNotReady:
-            self._check(status, "cudaEventQuery")
+        if status != self._not_ready:
+            self.check(status, query.__name__)
         return False
 
-    def _check(self, status: Any, name: str) -> None:
+    def check(self, status: Any, name: str) -> None:
         if int(status):
-            raise Unavailable(f"{name} failed on GPU {self.ordinal}: {_text(self._runtime, status)}")
+            raise Unavailable(f"{name} failed on GPU {self.ordinal}: {_text(self.runtime, status)}")
 
 
 class CudaStream:
@@ -188,9 +183,16 @@ class CudaStream:
         self._gpu = gpu
         self.raw = raw
         self._open = True
+        runtime = gpu.runtime
+        self._memcpy = runtime.cudaMemcpyAsync  # looked up once: this is called for every block
+        self._to_any_side = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._query = runtime.cudaStreamQuery
+        self._success = runtime.cudaError_t.cudaSuccess
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self._gpu.copy(self.raw, destination, source, nbytes)
+        (status,) = self._memcpy(destination, source, nbytes, self._to_any_side, self.raw)
+        if status != self._success:
+            self._gpu.check(status, "cudaMemcpyAsync")
 
     def mark(self) -> CudaMarker:
         gpu = self._gpu
@@ -201,6 +203,9 @@ class CudaStream:
             event = gpu.call("cudaEventCreateWithFlags", 2)  # cudaEventDisableTiming
         gpu.call("cudaEventRecord", event, self.raw)
         return CudaMarker(gpu, event)
+
+    def idle(self) -> bool:
+        return self._gpu.passed(self._query, self.raw)
 
     def wait(self) -> None:
         self._gpu.call("cudaStreamSynchronize", self.raw)
@@ -225,7 +230,7 @@ class CudaMarker:
         self._event = event
 
     def done(self) -> bool:
-        return self._gpu.passed(self._event)
+        return self._gpu.passed(self._gpu.runtime.cudaEventQuery, self._event)
 
     def release(self) -> None:
         if self._event is not None:

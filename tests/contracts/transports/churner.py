@@ -19,7 +19,7 @@ from kvcomm.wire.messages import Want
 from l2_rdma.fence import barrier_everywhere
 from l2_rdma.owner import Owner
 from l2_rdma.region import reclaim_stale
-from tests.contracts.transports.peer import Answers, HostMemory, Listening, open_memory, open_provider, say
+from tests.contracts.transports.peer import Answers, Listening, Memory, open_memory, open_provider, say
 from tests.l2_rdma.regions import TENANT, header_of, key_of, layout_of, payload_of
 
 KEYS = 24
@@ -44,13 +44,14 @@ def packed(number: int) -> bytes:
 class Churner:
     """Puts blocks into the region of ``memory``."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.owner = Owner(
             memory.region.memory,
             memory.region.header,
             locked=memory.region.hazards_locked,
             barrier=barrier_everywhere,
+            slot_memory=memory.slots(),
         )
         self.churning = False
         self.put_count = 0

@@ -14,7 +14,7 @@ from tests.contracts.transports.worlds import Link, Peer, World, directory_for_r
 
 NEEDS = {
     "verbs": "needs an RDMA device; make test-rdma runs it in a guest that has one",
-    "cuda": "needs a GPU",
+    "cuda": "needs an NVIDIA GPU",
 }
 """What is not on every machine.  The others run everywhere, or fail."""
 _PROPERTY = "transport"
@@ -27,6 +27,7 @@ _PROPERTY = "transport"
         pytest.param("tcp"),
         pytest.param("verbs", marks=pytest.mark.rdma),
         pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda-plain"),  # the same over a GPU of plain memory
     ],
 )
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
@@ -105,4 +106,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for transport, outcomes in counts.items():
         numbers = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         reason = f": {reasons[transport]}" if transport in reasons else ""
-        terminalreporter.write_line(f"{transport:<6} {numbers}{reason}")
+        terminalreporter.write_line(f"{transport:<10} {numbers}{reason}")

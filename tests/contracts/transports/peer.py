@@ -22,11 +22,18 @@ import msgspec
 
 from kvcomm.block import Incarnation
 from kvcomm.errors import KVCommError
+from l2_rdma.copying import address_of
 from l2_rdma.layout import RegionLayout, plan_layout
 from l2_rdma.region import Region, reclaim_stale
+from l2_rdma.slotmemory import FileSlots, SlotMemory
+from l2_rdma.transports.cuda.gpu import Gpu
+from l2_rdma.transports.cuda.region import CudaRegion
+from l2_rdma.transports.cuda.runtime import open_gpu
+from l2_rdma.transports.cuda.slots import DeviceSlots
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import Provider, WireOptions
 from tests.l2_rdma.regions import TENANT
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 
 MIB = 1 << 20
 READ_BYTES = 17 * MIB
@@ -76,14 +83,64 @@ class HostMemory:
     def poke(self, offset: int, data: bytes) -> None:
         self.region.memory[offset : offset + len(data)] = data
 
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return FileSlots(self.region.memory)
+
     def close(self) -> None:
         self.region.close()
 
 
-def open_memory(
-    transport: str, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT
-) -> HostMemory:
+class DeviceMemory:
+    """A region with its slots on a GPU, or on one of plain memory."""
+
+    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout) -> None:
+        self._region = CudaRegion.create(
+            directory,
+            gpu,
+            instance="tests",
+            node="peer",
+            tenant=TENANT,
+            incarnation=Incarnation(incarnation),
+            layout=layout,
+        )
+        self._stream = gpu.stream()
+        self.region = self._region.file
+
+    def peek(self, offset: int, length: int) -> bytes:
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, length))
+        rest = memoryview(bytearray(length - on_host))
+        if rest.nbytes:
+            self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
+            self._stream.wait()
+        return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
+
+    def poke(self, offset: int, data: bytes) -> None:
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, len(data)))
+        self.region.memory[offset : offset + on_host] = data[:on_host]
+        rest = memoryview(data)[on_host:]
+        if rest.nbytes:
+            self._stream.copy(self._region.address(offset + on_host), address_of(rest), rest.nbytes)
+            self._stream.wait()
+
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return DeviceSlots(self._region)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._region.close()
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def open_memory(transport: str, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> Memory:
     """What a peer of this transport serves."""
+    if transport == "cuda":
+        return DeviceMemory(open_gpu(), directory, incarnation, layout)
+    if transport == "cuda-plain":
+        return DeviceMemory(HostGpu(directory), directory, incarnation, layout)
     return HostMemory(directory, incarnation, layout)
 
 
@@ -95,7 +152,7 @@ class Answers:
     """
 
     def __init__(
-        self, memory: HostMemory, provider: Provider, more: dict[str, Callable[..., Any]] | None = None
+        self, memory: Memory, provider: Provider, more: dict[str, Callable[..., Any]] | None = None
     ) -> None:
         self._provider = provider
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -164,12 +221,13 @@ class Listening:
         connection.close()
 
 
-def open_provider(transport: str, memory: HostMemory) -> Provider | None:
+def open_provider(transport: str, memory: Memory) -> Provider | None:
     """``None``: it does not run here, and the test is told why."""
     options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
-    found = find_providers([transport], memory.region, options)
+    name = transport.removesuffix("-plain")
+    found = find_providers([name], memory.region, options)
     if found.refused:
-        say(refused=found.refused[transport])
+        say(refused=found.refused[name])
         return None
     return next(iter(found.running.values()))
 

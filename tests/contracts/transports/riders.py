@@ -36,7 +36,7 @@ from l2_rdma.layout import RegionHeader
 from l2_rdma.remote import RemoteReader
 from l2_rdma.transports.port import Extent, Operation
 from tests.contracts.transports.peer import say
-from tests.contracts.transports.worlds import ROOT, environment, open_transport
+from tests.contracts.transports.worlds import ROOT, environment, open_transport, served_as
 from tests.l2_rdma.pools import TENANT_NAME
 from tests.l2_rdma.regions import header_of, key_of, payload_of
 from tests.peers import CREDENTIALS, IDENTITY, PATIENCE_S, soon
@@ -80,6 +80,7 @@ class Rider:
             raise
         offers = self._call(ChannelAsk())
         assert isinstance(offers, ChannelOffers)
+        name = served_as(name)
         [offer] = [each.detail for each in offers.offers if each.transport == name]
 
         def ask(proposal: bytes) -> bytes:

@@ -22,7 +22,7 @@ from kvcomm.block import HEADER_BYTES
 from kvcomm.errors import KVCommError, Unavailable
 from l2_rdma.layout import plan_layout
 from tests.contracts.transports.riders import COPY_BYTES, Came, Rider, payload, rider, rider_process
-from tests.contracts.transports.worlds import World
+from tests.contracts.transports.worlds import World, served_as
 from tests.l2_rdma.pools import PoolProcess, pool_process
 from tests.peers import PATIENCE_S, soon, until
 
@@ -52,7 +52,9 @@ def start(world: World, directory: Path) -> Iterator[Callable[..., PoolProcess]]
     with ExitStack() as stack:
 
         def make(**options: Any) -> PoolProcess:
-            pool = stack.enter_context(pool_process(directory, transports=[world.name], **options))
+            if served_as(world.name) == "cuda":
+                options["gpu"] = world.name
+            pool = stack.enter_context(pool_process(directory, transports=[served_as(world.name)], **options))
             assert pool.refused == {}
             return pool
 

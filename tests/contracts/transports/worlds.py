@@ -22,9 +22,11 @@ import psutil
 from kvcomm.errors import KVCommError, Unavailable, failure_to_error
 from l2_rdma.layout import RegionHeader
 from l2_rdma.region import SHM_DIRECTORY
+from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Transport, WireOptions
 from tests.contracts.transports.peer import CONTROL, PACKET_BYTES_MAX, SCRATCH_BYTES
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 from tests.peers import PATIENCE_S, soon, until
 
 ROOT = Path(__file__).parents[3]
@@ -42,13 +44,18 @@ class Traits:
     connection tells."""
     revocable: bool
     """The peer can end a channel."""
+    asks: bool = True
+    """A channel is asked for; otherwise the offer alone is enough."""
+    forks: bool = True
+    """A forked child of a process that has used it can use it, too."""
 
 
 TRAITS = {
-    "shm": Traits(peer_answers=False, death_shows=False, revocable=False),
+    "shm": Traits(peer_answers=False, death_shows=False, revocable=False, asks=False),
     "tcp": Traits(peer_answers=True, death_shows=True, revocable=True),
     "verbs": Traits(peer_answers=False, death_shows=True, revocable=True),
-    "cuda": Traits(peer_answers=False, death_shows=False, revocable=False),
+    "cuda": Traits(peer_answers=False, death_shows=False, revocable=False, forks=False),
+    "cuda-plain": Traits(peer_answers=False, death_shows=False, revocable=False),
 }
 
 
@@ -58,10 +65,17 @@ def options() -> WireOptions:
 
 def open_transport(name: str) -> Transport:
     """A new one; whoever opens it closes it.  Raises ``Unavailable`` with the reason."""
+    if name == "cuda-plain":
+        return CudaTransport(HostGpu())
     found = find_transports([name], options())
     if found.refused:
         raise Unavailable(found.refused[name])
     return next(iter(found.running.values()))
+
+
+def served_as(name: str) -> str:
+    """What a pool calls this transport."""
+    return name.removesuffix("-plain")
 
 
 def environment() -> dict[str, str]:

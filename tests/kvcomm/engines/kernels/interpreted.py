@@ -21,11 +21,11 @@ def main() -> None:
                 plain = torch.zeros((3, layout.block_bytes(per_block)), dtype=torch.uint8)
                 mine = torch.full_like(plain, 0xAA)
                 paging.gather_plain(layout, pages, plain)
-                paging._move(layout, pages, paging._rows(mine), True)
+                paging._move(layout, pages, mine, True)
                 assert torch.equal(mine, plain), (axes, dtype, dim, per_block, "gather")
                 for cache in caches:
                     cache.view(torch.uint8).zero_()
-                paging._move(layout, pages, paging._rows(mine), False)
+                paging._move(layout, pages, [row.data_ptr() for row in mine], False)
                 again = torch.zeros_like(plain)
                 paging.gather_plain(layout, pages, again)
                 assert torch.equal(again, plain), (axes, dtype, dim, per_block, "scatter")

@@ -73,6 +73,14 @@ class HostGpu:
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
+    def check_registered(self, address: int, nbytes: int) -> None:
+        """As CUDA: memory is registered as a whole or not at all, page by page."""
+        for begin, length in self.registered.items():
+            first, last = begin - begin % mmap.PAGESIZE, -(-(begin + length) // mmap.PAGESIZE) * mmap.PAGESIZE
+            inside = first <= address and address + nbytes <= last
+            if not inside and address < last and first < address + nbytes:
+                raise Unavailable("a copy half in registered memory")
+
     def stream(self) -> HostStream:
         self.streams.append(HostStream(self))
         return self.streams[-1]
@@ -113,6 +121,8 @@ class HostStream:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         assert not self.closed
         self._gpu.check()
+        for address in (destination, source):
+            self._gpu.check_registered(address, nbytes)
         with self._lock:
             self._copies.append((destination, source, nbytes))
             self._marked += 1
@@ -121,6 +131,9 @@ class HostStream:
 
     def mark(self) -> HostMarker:
         return HostMarker(self, self._marked)
+
+    def idle(self) -> bool:
+        return self.passed(self._marked)
 
     def wait(self) -> None:
         self._gpu.check()

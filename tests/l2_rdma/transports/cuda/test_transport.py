@@ -103,9 +103,36 @@ def test_registered_memory_is_locked_once_and_given_back(wire):
     again.close()
     third = mine.register(memory)
 
-    assert (third.pinned, again.refusal != "") == (True, True)
+    assert (third.pinned, again.refusal) == (True, "locked already")
     third.close()
     third.close()
+    assert not third.pinned
+
+
+def test_a_registration_that_is_forgotten_ends_with_its_last_reference(wire):
+    _, mine, _ = wire
+    memory = memoryview(bytearray(64 << 10))
+    assert mine.register(memory).pinned
+
+    assert mine.register(memory).pinned, "the first one is gone"
+
+
+@pytest.mark.parametrize(("begin", "length"), [(0, 100), (50, 4096), (4000, 20_000), (0, 60_000), (8200, 8)])
+def test_a_copy_half_in_registered_memory_is_cut(wire, begin, length):
+    pool, mine, channel = wire
+    slots = pool.region.header.layout.slots_offset
+    length = min(length, pool.region.header.layout.slots_end - slots)
+    data = payload_of(6, 64 << 10)[:length]
+    mine.wait([channel.write(Extent(slots, length), data, soon())])
+    memory = memoryview(bytearray(64 << 10))
+    registration = mine.register(memory[100:8200])
+
+    [operation] = channel.read([Extent(slots, length)], [memory[begin : begin + length]], soon())
+    mine.wait([operation])
+
+    assert operation.error is None
+    assert bytes(memory[begin : begin + length]) == data
+    registration.close()
 
 
 def test_what_is_outside_the_region_is_refused(wire):

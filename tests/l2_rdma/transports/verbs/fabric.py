@@ -121,11 +121,24 @@ class Fabric:
 
         return Binding(
             get_device_list=self._list,
-            Context=within(Context), PD=PD, MR=MR, DmaBufMR=dmabuf_region, CQ=CQ,
-            CompChannel=CompChannel, QP=QP, QPCap=within(_Record), QPInitAttr=within(_Record), QPAttr=within(_Record),
-            AHAttr=within(_Record), GlobalRoute=within(_Record), GID=str, SGE=SGE, SendWR=within(SendWR), Error=FabricError,
+            Context=within(Context),
+            PD=PD,
+            MR=MR,
+            DmaBufMR=dmabuf_region,
+            CQ=CQ,
+            CompChannel=CompChannel,
+            QP=QP,
+            QPCap=within(_Record),
+            QPInitAttr=within(_Record),
+            QPAttr=within(_Record),
+            AHAttr=within(_Record),
+            GlobalRoute=within(_Record),
+            GID=str,
+            SGE=SGE,
+            SendWR=within(SendWR),
+            Error=FabricError,
             constants=CONSTANTS,
-        )  # fmt: skip
+        )
 
     def _list(self) -> list[Any]:
         if not self.rdma:
