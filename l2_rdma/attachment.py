@@ -46,7 +46,7 @@ from l2_rdma.probing import measure
 from l2_rdma.reader import Reader, ReaderCounters
 from l2_rdma.region import Region
 from l2_rdma.remote import SILENCE_S, RemoteReader
-from l2_rdma.transports.port import Channel, Extent, Operation, Transport, TransportName
+from l2_rdma.transports.port import MAPPED, Channel, Extent, Operation, Transport, TransportName
 from l2_rdma.wires import Wires
 
 ALIVE_INTERVAL_S = 0.02
@@ -109,6 +109,8 @@ class Mapped:
     """A region of this host, and the connection whose life is the life of our hazard words."""
 
     transport: TransportName = "shm"
+    by_reference = True
+    """Whether copies may be written into reserved extents."""
 
     def __init__(
         self, connection: Connection, region: Region, pins: PinTable, reader: Reader, refused: _Refused
@@ -163,6 +165,7 @@ class Wired:
         clock: Callable[[], float],
     ) -> None:
         self.transport: TransportName = opened.channel.transport
+        self.by_reference = self.transport not in MAPPED  # nothing pins here what is written to
         self.refused = refused
         self.closed = threading.Event()
         self.wires = wires
@@ -346,6 +349,8 @@ class _Meeting:
         """Through the cheapest of the channels that can be opened."""
         opened: dict[TransportName, _Opened] = {}
         found = self.wires.found()
+        # Loading libraries and asking devices may have taken all the time; that is not the pool's fault.
+        self.deadline = self.clock() + self.options.attach_timeout_s
         self.refused |= found.refused
         for name, transport in found.running.items():
             if self._offered(name) and (channel := self._open(name, transport)) is not None:

@@ -31,6 +31,10 @@ from l2_rdma.layout import WORD_BYTES, WORD_MASK, RegionHeader
 
 TransportName = Literal["shm", "cuda", "verbs", "tcp"]
 
+MAPPED: frozenset[TransportName] = frozenset({"shm", "cuda"})
+"""Those that map the region's memory.  A mapping cannot be taken back (``Provider.writes_unseen`` is false),
+so their users may write to a slot only while a hazard word pins it."""
+
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
