@@ -115,6 +115,7 @@ def measure(pool_gpu: int, rounds: int) -> dict[str, Any]:
             results["host"] = [to_host(gpu, pool, transport, size, rounds) for size in (2, 8, 64, 256)]
             results["digest"] = digests(gpu, pool, rounds)
             results["paging"] = paging(gpu, pool, rounds)
+            results["overlap"] = overlap(gpu, pool, rounds)
             results["dma_buf"] = dma_buf_support(gpu, gpu.allocate(2 * MIB), 2 * MIB)
             results["counters"] = {
                 "corrupt": pool.reader.counters.corrupt, "hits": pool.reader.counters.hits,
@@ -418,6 +419,37 @@ def fused(
         "blocks": count, "correct": correct, "us": {name: 1e6 * seconds for name, seconds in taken.items()},
         "gbps": {name: count * size / seconds / 1e9 for name, seconds in taken.items()},
     }  # fmt: skip
+
+
+def overlap(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, float]:
+    """A matrix product on torch's stream and a fetch on ours: each alone, and both at once (us)."""
+    import torch
+
+    size, count = 64 * MIB, 16
+    keys, _ = stored(gpu, pool, size, count)
+    targets = [DeviceBuffer(gpu.allocate(size), size) for _ in range(count)]
+    left = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")
+
+    def compute() -> None:
+        torch.mm(left, left)
+        torch.mm(left, left)
+
+    def computed() -> None:
+        compute()
+        torch.cuda.synchronize()
+
+    def fetched() -> None:
+        pool.fetch(keys, targets, _soon())
+
+    def both() -> None:
+        compute()
+        fetched()
+        torch.cuda.synchronize()
+
+    taken = interleaved({"compute": computed, "fetch": fetched, "both": both}, rounds)
+    for target in targets:
+        gpu.free(target.pointer)
+    return {name: 1e6 * seconds for name, seconds in taken.items()}
 
 
 def stored(

@@ -110,8 +110,8 @@ def write(address: str, name: str, directory: Path) -> None:
     attached.close()
 
 
-def read(address: str, name: str, directory: Path, reads: int, seconds: float, mode: str) -> None:
-    """``reads`` reads, or for so many ``seconds``, or until the first wrong byte, or the end of the pool."""
+def read(address: str, name: str, directory: Path, wanted: int, seconds: float, mode: str) -> None:
+    """Until so many hits, for so many ``seconds``, until the first wrong byte, or the end of the pool."""
     attached = attach(address, name, directory, 0 if mode == "copy" else 8)
     reader, pick = attached.reader, random.Random(len(mode))
     mirror = Mirror(attached.channel.region.gpu)
@@ -119,7 +119,7 @@ def read(address: str, name: str, directory: Path, reads: int, seconds: float, m
     done = wrong = hits = 0
     end = time.monotonic() + seconds
     say(ready=True)
-    while done < reads and not wrong and time.monotonic() < end and attached.alive():
+    while hits < wanted and not wrong and time.monotonic() < end and attached.alive():
         number = pick.randrange(KEYS)
         done += 1
         if mode in ("remote", "trust"):
@@ -190,8 +190,8 @@ def main(role: str, *arguments: str) -> None:
     elif role == "write":
         write(arguments[0], arguments[1], Path(arguments[2]))
     else:
-        address, name, directory, reads, seconds, mode = arguments
-        read(address, name, Path(directory), int(reads), float(seconds), mode)
+        address, name, directory, wanted, seconds, mode = arguments
+        read(address, name, Path(directory), int(wanted), float(seconds), mode)
 
 
 if __name__ == "__main__":
