@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from l2_rdma.fence import full_fence
@@ -84,6 +85,26 @@ class PinTable:
         self._words[self._first + number] = offset
         full_fence()
         return number
+
+    def pin_all(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Like :meth:`pin` for each (offset, size), with one fence for all; as many as can be pinned, in
+        order."""
+        share = self._words[PIN_SHARE_WORD]
+        limit = share if self._budget_bytes is None else min(share, self._budget_bytes)
+        numbers: list[int] = []
+        with self._lock:
+            self._drain()
+            for _, size_bytes in places:
+                if not self._free or not self._mine or self._pinned_bytes + size_bytes > limit:
+                    break
+                number = self._free.pop()
+                self._sizes[number] = size_bytes
+                self._pinned_bytes += size_bytes
+                numbers.append(number)
+        for number, (offset, _) in zip(numbers, places, strict=False):
+            self._words[self._first + number] = offset
+        full_fence()
+        return numbers
 
     def unpin(self, number: int) -> None:
         """Clear a hazard.  Runs in destructors, so anywhere, even inside :meth:`pin`: two atomic steps and no

@@ -134,11 +134,13 @@ def test_readers_notice_a_killed_pool_and_their_views_stay_what_they_were(proces
     writer = process("write", address, name, directory)
     reader = process("read", address, name, directory, 10_000_000, 60, "pin")
     assert said(reader) == {"ready": True}
-    ended(writer, "stop")
+    assert said(writer) == {"begun": True}
+    assert said(reader) == {"held": True}
     pool.send_signal(signal.SIGKILL)
     pool.wait(LIMIT_S)
     counts = ended(reader)
 
+    assert "unavailable" in ended(writer)["failed"]
     assert counts["alive"] is False
     assert counts["kept"] > 0, "views were held over the death of the pool"
     assert counts["wrong"] == counts["corrupt"] == 0

@@ -96,16 +96,19 @@ async def pool(directory: Path, name: str, size: str) -> None:
 
 
 def write(address: str, name: str, directory: Path) -> None:
-    """Until standard input ends."""
+    """All keys once, then any until standard input ends."""
     attached = attach(address, name, directory)
     mirror = Mirror(attached.channel.region.gpu)
     pick, stored = random.Random(1), 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        for _ in range(16):
-            number = pick.randrange(KEYS)
+    numbers = list(range(KEYS))
+    while len(numbers) == KEYS or not select.select([sys.stdin], [], [], 0)[0]:
+        for number in numbers:
             status = attached.put([(header(number), mirror.up(expected(number)))], soon())[0]
             assert status in ("stored", "present", "full", "pending", "expired"), status
             stored += status == "stored"
+        if len(numbers) == KEYS:
+            say(begun=True)
+        numbers = [pick.randrange(KEYS) for _ in range(16)]
     say(stored=stored)
     attached.close()
 
@@ -117,6 +120,7 @@ def read(address: str, name: str, directory: Path, wanted: int, seconds: float, 
     mirror = Mirror(attached.channel.region.gpu)
     held: list[tuple[int, DeviceBuffer]] = []
     done = wrong = hits = 0
+    said_held = False
     end = time.monotonic() + seconds
     say(ready=True)
     while hits < wanted and not wrong and time.monotonic() < end and attached.alive():
@@ -137,6 +141,9 @@ def read(address: str, name: str, directory: Path, wanted: int, seconds: float, 
             hits += 1
             wrong += bytes(mirror.down(block.payload)) != expected(number)
             held.append((number, block.payload))
+            if not said_held:
+                said_held = True
+                say(held=True)
         if len(held) > VIEWS_HELD_MAX:
             number, payload = held.pop(0)
             wrong += bytes(mirror.down(payload)) != expected(number)
