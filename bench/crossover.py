@@ -36,7 +36,10 @@ from bench.timing import Call, Rounds, Spread, interleave, round_robin
 from kvcomm.block import BlockKey
 from kvcomm.rpc import Peers, run_blocking
 from kvcomm.tier import Block, BlockCopy
+from l2_rdma.attachment import AttachOptions
+from l2_rdma.rack import Pool as Address
 from l2_rdma.tier import L2Tier
+from l2_rdma.wires import Wires
 
 CROSSOVER_FILE, PICTURE_FILE = "crossover.json", "crossover.svg"
 Verb = Literal["get", "put", "put of a run", "life"]
@@ -249,8 +252,10 @@ class _Fresh:
 
 @contextmanager
 def _agent(pool: Pool, transport: str, threshold_bytes: int) -> Iterator[_Agent]:
-    mine = identity()
-    tier, peers = L2Tier(pool.address, mine, zero_copy_threshold_bytes=threshold_bytes), Peers(mine)
+    mine, pools = identity(), [Address(pool.node, pool.address)]
+    options = AttachOptions(zero_copy_threshold_bytes=threshold_bytes)
+    tier = L2Tier(lambda: pools, mine, wires=Wires((transport,)), options=options)
+    peers = Peers(mine)
     try:
         yield _Agent(tier, peers)
     finally:

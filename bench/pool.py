@@ -47,10 +47,11 @@ class Pool:
         Raises:
             Unavailable: one was not taken.
         """
+        from l2_rdma.rack import Pool as Address
         from l2_rdma.tier import L2Tier
 
-        mine = identity()
-        tier, peers = L2Tier(self.address, mine, prefault=False), Peers(mine)
+        mine, pools = identity(), [Address(self.node, self.address)]
+        tier, peers = L2Tier(lambda: pools, mine), Peers(mine)
         try:
             copies = Made(count, payload_bytes).copies(range(count))
             statuses = run_blocking(tier.put(copies), peers, time.monotonic() + DEADLINE_S)

@@ -27,7 +27,7 @@ from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.strongplane import StrongValue
-from kvcomm.tier import Block
+from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
 
 T = TypeVar("T")
@@ -43,11 +43,13 @@ class AsyncClient:
         peers: AsyncPeers,
         counted: Callable[[], dict[str, float]],
         close: Callable[[], Awaitable[None]],
+        pools: Callable[[], Sequence[PoolView]] = lambda: (),
     ) -> None:
         self._operations = operations
         self._peers = peers
         self._counted = counted
         self._close = close
+        self._pools = pools
         self._closed = False
 
     async def fetch(
@@ -146,6 +148,10 @@ class AsyncClient:
     def metrics(self) -> dict[str, float]:
         """See ``Client.metrics``."""
         return self._counted()
+
+    def pools(self) -> Sequence[PoolView]:
+        """See ``Client.pools``."""
+        return self._pools()
 
     async def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this event loop."""

@@ -4,10 +4,11 @@ operations.
 The path of a fetch, for ``n`` block keys::
 
     L1   dictionary look-ups, no I/O
-    L2   one batched lookup in shared memory for what L1 lacks
+    L2   one batched, one-sided lookup in the pools' memory for what L1 lacks
     L3   one batched lookup, one request a shard, for what L2 lacks (unless an absence is remembered)
     ->   the run of leading blocks that somebody has is the prefix; only it is fetched:
-         L1 and L2 as views, L3 pipelined, every copy verified, emitted in order as it arrives
+         L1 and this host's L2 as views, the rest pipelined, every copy verified, emitted in order as it
+         arrives
     <-   what came from L3 goes into L1 and is promoted to L2 for the other agents of the rack
 
 A block that was there at lookup and is gone (evicted, damaged, its shard died) ends the prefix at that point.
@@ -42,7 +43,7 @@ class Stored:
     read it."""
 
     l2: PutStatus | None
-    """``None``: there is no pool on this host."""
+    """``None``: there is no pool."""
     l3: PutStatus | None
 
     @property
@@ -55,7 +56,8 @@ class Stored:
 
 
 class BlockPlane(Generic[M]):
-    """The walk through the tiers.  ``l2`` and ``l3`` may be absent: a rack without L3, a host without a pool.
+    """The walk through the tiers.  ``l2`` and ``l3`` may be absent: a cluster without pools, or without
+    shards.
 
     ``clock`` gives monotonic seconds (for remembered absences).  Thread-safe as far as its tiers are.
     """

@@ -20,7 +20,7 @@ from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.strongplane import StrongValue
-from kvcomm.tier import Block
+from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
 
 T = TypeVar("T")
@@ -41,11 +41,13 @@ class Client:
         peers: Peers,
         counted: Callable[[], dict[str, float]],
         close: Callable[[], None],
+        pools: Callable[[], Sequence[PoolView]] = lambda: (),
     ) -> None:
         self._operations = operations
         self._peers = peers
         self._counted = counted
         self._close = close
+        self._pools = pools
         self._closed = False
 
     def fetch(
@@ -147,6 +149,10 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Every metric of this client by its name in Prometheus (docs/metrics.md)."""
         return self._counted()
+
+    def pools(self) -> Sequence[PoolView]:
+        """How each pool of the rack is read, through which transport, and why not through another."""
+        return self._pools()
 
     def run(self, steps: Steps[T], deadline_s: float) -> T:
         """Run an operation in this thread."""

@@ -22,8 +22,6 @@ from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
-TRANSPORTS_RUN = ("shm", "tcp")
-"""Those of :data:`TRANSPORTS` that this version runs; the others are passed over."""
 
 _PLANNED = {
     "cache.l2_sync_interval": "record writes are sent at once, there is nothing to aggregate yet",
@@ -138,6 +136,14 @@ def _tenant(value: Any, _ram_bytes: int) -> str:
     return value
 
 
+def _device(value: Any, _ram_bytes: int) -> int | None:
+    """The number of a GPU, ``None`` for the host."""
+    found = re.fullmatch(r"host|cuda:(\d+)", value) if isinstance(value, str) else None
+    if found is None:
+        _unlike(value, '"host" or a GPU such as "cuda:0"')
+    return int(found[1]) if found[1] is not None else None
+
+
 def _host(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
         _unlike(value, "a host name or an address, without a port")
@@ -163,17 +169,7 @@ def _transports(value: Any, _ram_bytes: int) -> tuple[str, ...]:
     for each in value:
         if each not in TRANSPORTS:
             raise ValueError(f"names {each!r}, expected some of {', '.join(TRANSPORTS)}")
-    if not set(value) & set(TRANSPORTS_RUN):
-        raise ValueError(f"leaves nothing to run: this version runs {' and '.join(TRANSPORTS_RUN)}")
     return tuple(value)
-
-
-def _device(value: Any, _ram_bytes: int) -> int | None:
-    """The number of a GPU, ``None`` for the host."""
-    found = re.fullmatch(r"host|cuda:(\d+)", value) if isinstance(value, str) else None
-    if found is None:
-        _unlike(value, "`host`, or a GPU by its number: `cuda:0`")
-    return int(found[1]) if found[1] is not None else None
 
 
 def _validators(value: Any, _ram_bytes: int) -> tuple[Rule, ...]:
@@ -247,9 +243,10 @@ class CacheConfig:
     )  # fmt: skip
     l2_device: int | None = _setting(
         "l2_device", _device, "host",
-        "Where each pool keeps its blocks: `host` (shared memory), or the memory of one of the host's GPUs, "
-        "`cuda:0`, of which `l2_size` is taken then (a percentage is still one of the host's memory). Blocks "
-        "on a GPU are reached through the transport `cuda` alone, by processes with a GPU on the same host.",
+        "Where pools keep blocks. `host`: in shared memory. `cuda:0`: in the memory of that GPU (of those "
+        "that the pool's process sees), which then has `l2_size` taken from it at start; agents with a GPU "
+        "copy from there at its speed, through the transport `cuda` alone: agents of other hosts and "
+        "without a GPU find nothing in such a pool.",
     )  # fmt: skip
     l2_pin_budget_bytes: int = _setting(
         "l2_pin_budget", _bytes_or_share, "50%",
@@ -287,10 +284,11 @@ class NetworkConfig:
         "as a copy: for a small block the copy costs less than the pin. `0` makes every block a view.",
     )  # fmt: skip
     transports: tuple[str, ...] = _setting(
-        "transports", _transports, ["shm", "tcp"],
-        "What may carry blocks, preferred first: `shm` (same host), `cuda`, `verbs` (RDMA), `tcp`. This "
-        "version runs `shm` and `tcp` and passes over the others; without `shm` every read is a copy over a "
-        "socket.",
+        "transports", _transports, [*TRANSPORTS],
+        "What may reach into the pools' memory: `shm` (same host, reads without a copy), `cuda` (GPUs of "
+        "one host), `verbs` (RDMA), `tcp`. Pools offer and clients use those of the list that work here, "
+        "the cheapest by measurement; the order decides between equals. One that cannot be used is passed "
+        "over with a reason (`kvcomm status`, `kvcomm doctor`). Without `shm` every read is a copy.",
     )  # fmt: skip
     listen_host: str = _setting(
         "listen_host", _host, "127.0.0.1",
@@ -584,6 +582,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "
             f"{cluster.tombstone_age_s:g} s: hints must be given up first"
+        )
+    if cache.l2_device is not None and "cuda" not in config.network.transports:
+        yield (
+            f"cache.l2_device is cuda:{cache.l2_device}, but network.transports has no cuda, which alone "
+            "reaches it"
         )
     if cache.l2_pin_budget_bytes > cache.l2_size_bytes:
         yield (

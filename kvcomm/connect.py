@@ -18,7 +18,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -38,6 +38,7 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
 from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
+from kvcomm.tier import PoolView
 from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
     from kvcomm.config import Config
     from kvcomm.embedded import Embedded
     from kvcomm.instance import Instance
+    from kvcomm.slabs import Slabs
     from l1.tier import L1Tier
+    from l2_rdma.tier import L2Tier
 
 # What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
@@ -54,7 +57,7 @@ INSTANCE_VARIABLE = "KVCOMM_INSTANCE"
 TOKEN_VARIABLE = "KVCOMM_TOKEN"
 DEFAULT_INSTANCE = "default"
 PIN_SLOTS = 1024
-"""Views of pool memory that one client can hold; what is over is copied."""
+"""Views of one pool's memory that a client can hold; what is over is copied."""
 CONNECT_DEADLINE_S = 60.0
 """Enough to start an embedded cluster on a busy machine."""
 RING_POLL_S = 0.05
@@ -100,7 +103,7 @@ def connect(
         peers.close()
         door.leave()
 
-    return Client(parts.operations, peers, parts.counted, close)
+    return Client(parts.operations, peers, parts.counted, close, parts.pools)
 
 
 async def connect_async(
@@ -138,7 +141,7 @@ async def connect_async(
         await peers.close()
         await asyncio.to_thread(door.leave)
 
-    return AsyncClient(parts.operations, peers, parts.counted, close)
+    return AsyncClient(parts.operations, peers, parts.counted, close, parts.pools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,7 @@ class _Parts:
     operations: Operations
     counted: Callable[[], dict[str, float]]
     close: Callable[[], None]
+    pools: Callable[[], Sequence[PoolView]]
 
 
 def _find(
@@ -248,7 +252,6 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     """Put the client together from what the cluster says of itself."""
     from kvcomm.slabs import Slabs
     from l1.tier import L1Tier
-    from l2_rdma.tier import L2Tier
     from l3_shard.tier import L3Tier
 
     cache, network = settings.cache, settings.network
@@ -256,20 +259,13 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     _watch_forks()  # not before l2_rdma is imported: its pins must hear of a fork first
     near = L1Tier(cache.l1_size_bytes, cache.l1_negative_ttl_s, negative_entries=cache.l1_negative_entries)
     _nears.add(near)
-    pool = next((door.dial(node) for node in ring.pools), None) if door.local else None
-    l2: L2Tier | None = None
-    if pool is not None and "shm" in network.transports:
-        l2 = L2Tier(
-            pool,
-            identity,
-            zero_copy_threshold_bytes=network.zero_copy_threshold_bytes,
-            pin_slots=PIN_SLOTS,
-            request_timeout_s=network.request_timeout_s,
-        )
+    slabs = Slabs()
     l3: L3Tier | None = None
     if ring.shards:
         timeout_s = network.request_timeout_s
-        l3 = L3Tier(ring, dial=door.dial, timeout_s=timeout_s, allocate=Slabs().take)
+        l3 = L3Tier(ring, dial=door.dial, timeout_s=timeout_s, allocate=slabs.take)
+    newest = l3.newest_map if l3 is not None else lambda: ring
+    l2 = _rack(settings, door, identity, slabs, newest) if ring.pools else None
     tally = Tally(Metrics("client"), time.monotonic)
     state = StatePlane(l3, tally) if l3 else None
     strong = StrongPlane(l3, tally, random.random) if l3 else None
@@ -301,9 +297,15 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
         counter("kvcomm_copies_refused_total", tier="l1").advance_to(first.rejected_total)
         if l2 is not None:
-            reads = l2.stats().reads
-            counter("kvcomm_copies_refused_total", tier="l2").advance_to(reads.corrupt)
-            counter("kvcomm_view_fallbacks_total").advance_to(reads.unpinned_copies)
+            rack = l2.stats()
+            counter("kvcomm_copies_refused_total", tier="l2").advance_to(rack.reads.corrupt)
+            counter("kvcomm_view_fallbacks_total").advance_to(rack.reads.unpinned_copies)
+            for used, reads in rack.reads_by_transport.items():
+                counter("kvcomm_transport_reads_total", transport=used).advance_to(reads.hits)
+                counter("kvcomm_transport_bytes_total", transport=used).advance_to(reads.hit_bytes)
+                counter("kvcomm_transport_unavailable_total", transport=used).advance_to(reads.unavailable)
+            for (wanted, used), count in rack.fallbacks.items():
+                counter("kvcomm_transport_fallbacks_total", wanted=wanted, used=used).advance_to(count)
         if l3 is not None:
             counter("kvcomm_copies_refused_total", tier="l3").advance_to(l3.counts.damaged_count)
             counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
@@ -311,7 +313,39 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_lagging_copies_total").advance_to(l3.counts.lagging_count)
         return tally.metrics.snapshot()
 
-    return _Parts(operations, counted, close)
+    return _Parts(operations, counted, close, lambda: l2.stats().pools if l2 is not None else ())
+
+
+def _rack(
+    settings: Config, door: _Door, identity: Identity, slabs: Slabs, newest: Callable[[], RingMap]
+) -> L2Tier:
+    """All pools of the ring, as it changes."""
+    from l2_rdma.attachment import AttachOptions
+    from l2_rdma.rack import Pool
+    from l2_rdma.tier import L2Tier
+    from l2_rdma.transports.port import WireOptions
+    from l2_rdma.wires import Wires
+
+    network = settings.network
+    seen: tuple[RingMap | None, list[Pool]] = (None, [])
+
+    def pools() -> list[Pool]:
+        nonlocal seen
+        now = newest()
+        if seen[0] is not now:
+            seen = now, [Pool(node.node, door.dial(node), node.weight) for node in now.pools]
+        return seen[1]
+
+    return L2Tier(
+        pools,
+        identity,
+        wires=Wires(network.transports, WireOptions(rdma_device=network.rdma_device), slabs),
+        options=AttachOptions(
+            zero_copy_threshold_bytes=network.zero_copy_threshold_bytes,
+            pin_slots=PIN_SLOTS,
+            request_timeout_s=network.request_timeout_s,
+        ),
+    )
 
 
 _nears: weakref.WeakSet[L1Tier] = weakref.WeakSet()

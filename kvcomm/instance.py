@@ -86,6 +86,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     region: str
     """Path of the shared-memory region, or empty."""
+    transports: list[str] = []
+    """One-sided ways into the region that the node serves, preferred first."""
+    refused_transports: dict[str, str] = {}
+    """Those that it was to serve and cannot, and why."""
 
 
 @dataclass(frozen=True, slots=True)

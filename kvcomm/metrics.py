@@ -25,6 +25,7 @@ from itertools import product
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
+from kvcomm.config import TRANSPORTS
 from kvcomm.tier import PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
@@ -268,8 +269,29 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
-        "Reads of the host's pool that got a copy where a view was wanted: the pin budget is used up, or no "
-        "hazard slot is free.",
+        "Reads of this host's memory that got a copy where a view was wanted: the pin budget is used up, or "
+        "no hazard slot is free.",
+    ),
+    Definition(
+        "kvcomm_transport_reads_total", "counter", _CLIENT,
+        "Blocks read from pools, by transport. `shm`: views of this host's memory.",
+        {"transport": TRANSPORTS},
+    ),
+    Definition(
+        "kvcomm_transport_bytes_total", "counter", _CLIENT,
+        "Bytes of these blocks, headers included.", {"transport": TRANSPORTS},
+    ),
+    Definition(
+        "kvcomm_transport_fallbacks_total", "counter", _CLIENT,
+        "Pools that were attached through another transport (`used`) because one that is configured before "
+        "it (`wanted`) could not be used. `none`: no transport reaches the pool. `Client.pools()` has the "
+        "reasons.",
+        {"wanted": TRANSPORTS, "used": (*TRANSPORTS, "none")},
+    ),
+    Definition(
+        "kvcomm_transport_unavailable_total", "counter", _CLIENT,
+        "Blocks that were not read because their pool was lost, or did not answer in time.",
+        {"transport": TRANSPORTS},
     ),
     Definition(
         "kvcomm_negative_hits_total", "counter", _CLIENT,

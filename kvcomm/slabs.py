@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -178,5 +179,6 @@ def _slab_bytes(size: int) -> int:
 
 def _new_slab(slab_bytes: int) -> _Slab:
     memory = mmap.mmap(-1, slab_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return _Slab(memory, slab_bytes)

@@ -5,7 +5,7 @@ The tiers never see each other; ``kvcomm.client`` asks them in order and moves b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -66,6 +66,23 @@ PutStatus = Literal[
 ]
 """``stored``: readable by others now.  ``present``: somebody's first copy is there already.  The rest: not
 stored, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """What a client knows of one pool of the rack."""
+
+    node: str
+    address: str
+    state: Literal["alive", "suspect", "away"]
+    """``alive``: it serves, or was never tried.  ``suspect``: it has just ended, and is tried again.
+    ``away``: it cannot be reached; its keys have other homes meanwhile."""
+    transport: str
+    """How it is read; empty when it is not."""
+    refused: Mapping[str, str]
+    """The other transports that are configured, and why they are not used; as of the last try."""
+    problem: str
+    """Why it is not read; empty when it is, or was never tried."""
 
 
 class News(Protocol):

@@ -78,6 +78,8 @@ class RunningPool:
     server: DataServer
     grant_counts: Mapping[str, int]
     """Reservations asked for since start, by the answer."""
+    transports: Sequence[str]
+    """One-sided ways into its memory that it offers."""
     refused_transports: Mapping[str, str]
     """What was to be offered and cannot run here, and why."""
 
@@ -218,7 +220,15 @@ async def run_pool(
         try:
             bound = await server.start(addresses)
             ready(
-                RunningPool(bound, str(region.path), owner, server, service.grant_counts, dict(found.refused))
+                RunningPool(
+                    bound,
+                    str(region.path),
+                    owner,
+                    server,
+                    service.grant_counts,
+                    list(found.running),
+                    dict(found.refused),
+                )
             )
             while not stop.is_set():
                 owner.tick(clock())

@@ -36,8 +36,8 @@ def measure(
     Args:
         transport: that ``channel`` is of.
         deadline: monotonic seconds; a peer that stands still is given up then.
-        budget_s: what a measurement that goes well may take, roughly; one read of each size is always waited
-            for.
+        budget_s: what a measurement that goes well may take, roughly; two reads of each size are always
+            waited for.
 
     Raises:
         Unavailable, Refused, Corrupt: a read ended so.
@@ -55,12 +55,12 @@ def measure(
             return clock() - begin
 
         def typical_s(extent: Extent, count: int) -> float:
+            read(extent)  # touches memory that nobody has touched yet: not what reads usually cost
             end = clock() + budget_s / 2
-            first = read(extent)  # into memory that nobody has touched yet: counts only if it is all there is
-            taken: list[float] = []
+            taken = [read(extent)]
             while len(taken) < count and clock() < end:
                 taken.append(read(extent))
-            return max(median(taken or [first]), _SHORTEST_S)
+            return max(median(taken), _SHORTEST_S)
 
         read(Extent(BACKED_WORD * WORD_BYTES, WORD_BYTES))
         sample = _sample(channel, int.from_bytes(memory[:WORD_BYTES], "little"))

@@ -126,7 +126,6 @@ class RemoteReader:
         """Read them all; calls ``found(index, block)`` for the hits, in order, as they arrive.  Blocks until
         ``deadline`` at most."""
         fetch = self.fetch(keys)
-        fetch.start(deadline)
         for index in range(len(keys)):
             fetch.advance(index, deadline)
             block = fetch.take(index)
@@ -238,6 +237,7 @@ class _Item:
     last: tuple[Hint, bool] | None = None
     """Where the try before led, and whether the slot was stable."""
     tries: int = 0
+    posted: bool = False
     done: bool = False
     block: Block | None = None
 
@@ -262,6 +262,7 @@ class Fetch:
     def __init__(self, reader: RemoteReader, keys: Sequence[BlockKey]) -> None:
         self._reader = reader
         self._items = [_Item(key, reader._recall(key)) for key in keys]
+        self._started = False
         self._next = 0  # items below have been posted
         self._active: list[_Item] = []
         self._held_bytes = 0
@@ -269,7 +270,10 @@ class Fetch:
         self._held_count = 0
 
     def start(self, deadline: float) -> None:
-        """Post the first round; call it for all pools before advancing any."""
+        """Post the first round; call it for all pools before advancing any.  Idempotent."""
+        if self._started:
+            return
+        self._started = True
         lacking = [item for item in self._items if item.known is None]
         if lacking and self._reader.failure is None:
             probe = self._reader.ask([item.key for item in lacking], deadline)
@@ -283,16 +287,24 @@ class Fetch:
 
     def pump(self, deadline: float) -> None:
         """Take in what has arrived and post what there is room for; does not wait."""
+        self.start(deadline)
         self._pump(-1, deadline)
 
     def advance(self, position: int, deadline: float) -> None:
         """Wait until the block at ``position`` is there, or known not to come."""
+        self.start(deadline)
         item = self._items[position]
         while not item.done:
             self._pump(position, deadline)
             if not item.done:
                 before = self._items[min(self._next, position)]  # it may not have been posted yet
                 self._reader._transport.wait(item.waits_for() or before.waits_for())
+
+    def give_up(self) -> None:
+        """Whatever is not there is a miss; what is under way arrives nowhere."""
+        for item in self._items:
+            if not item.done:
+                self._give_up(item)
 
     def take(self, position: int) -> Block | None:
         """The block, once; ``None`` = a miss."""
@@ -319,6 +331,7 @@ class Fetch:
                 return
             self._next += 1
             self._held_count += 1
+            item.posted = True
             self._step(item, until)
             if not item.done:
                 self._active.append(item)
@@ -432,7 +445,7 @@ class Fetch:
         if block is None:
             counters.misses += 1
             self._release(item)
-            self._held_count -= 1
+            self._held_count -= item.posted
         else:
             counters.hits += 1
             counters.hit_bytes += len(block.copy)

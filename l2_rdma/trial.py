@@ -30,6 +30,7 @@ from kvcomm.wire.messages import ChannelAsk, ChannelOffers, ChannelOpen, Channel
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 from l2_rdma.probing import measure
+from l2_rdma.transports.cuda.gpu import Gpu
 from l2_rdma.transports.facts import facts_of
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Transport, WireOptions
@@ -47,6 +48,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     listen_host: str
     rdma_device: str
+    cuda_device: int = 0
     directory: str = ""
     """``serve``: where the region and the socket are made."""
     secret: bytes = b""
@@ -57,7 +59,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wires(self) -> WireOptions:
-        return WireOptions(listen_host=self.listen_host, rdma_device=self.rdma_device)
+        return WireOptions(self.listen_host, self.rdma_device, self.cuda_device)
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +119,22 @@ async def _serve(order: Order, answers: int) -> None:
             ahead_bytes=None,
             transports=(order.transport,),
             wires=order.wires,
+            gpu=_gpu(order),
         ),
         stop=stop,
         ready=ready,
     )
     with contextlib.suppress(OSError):
         directory.rmdir()  # it is its maker's, who may have been killed
+
+
+def _gpu(order: Order) -> Gpu | None:
+    """Where the pool's slots are to be: ``cuda`` reaches those on a GPU."""
+    if order.transport != "cuda":
+        return None
+    from l2_rdma.transports.cuda.runtime import open_gpu
+
+    return open_gpu(order.cuda_device)
 
 
 def _read(order: Order) -> Outcome:

@@ -98,6 +98,10 @@ class L3Tier:
         """The newest ring that this tier has heard of."""
         return self._routes.ring
 
+    def newest_map(self) -> RingMap:
+        """The map of that ring; the same object as long as there is no newer one."""
+        return self._routes.ring.to_map()
+
     @property
     def counts(self) -> L3Counts:
         return self._routes.counts

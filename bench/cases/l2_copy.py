@@ -104,12 +104,14 @@ class _Writer:
     """Puts blocks nobody has seen, through the tier as the client uses it."""
 
     def __init__(self, running: Service) -> None:
+        from l2_rdma.rack import Pool
         from l2_rdma.tier import L2Tier
 
         mine = identity(running)
+        pools = [Pool("pool-0", pool_address(running))]
         self._running = running
         self._peers = Peers(mine)
-        self._tier = L2Tier(pool_address(running), mine)
+        self._tier = L2Tier(lambda: pools, mine)
         self._fresh = count(1 << 20)
 
     def put(self, working_set: int, size_bytes: int) -> Call:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvcomm.cli.options import JsonOption
+from kvcomm.config import TRANSPORTS
 
 
 def demo(
@@ -26,6 +27,10 @@ def demo(
     config: Annotated[
         Path | None, typer.Option("--config", help="Configuration of the demo's cluster.")
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help=f"Only way into the pool's memory, of {', '.join(TRANSPORTS)}; fails if unused."),
+    ] = None,
 ) -> None:
     """Three agents share a context: one computes it, the others fetch it, also after the pool was killed.
 
@@ -38,7 +43,9 @@ def demo(
     missing = [name for name in ("torch", "transformers", "gguf") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvcomm[demo]', or make demo")
-    report = tell(Options(context_tokens, new_tokens, corrupt, model, config), _say)
+    if transport is not None and transport not in TRANSPORTS:
+        raise ConfigError(f"--transport {transport} is none of {', '.join(TRANSPORTS)}")
+    report = tell(Options(context_tokens, new_tokens, corrupt, model, config, transport), _say)
     if as_json:
         sys.stdout.write(json.dumps(report.document()) + "\n")
     else:

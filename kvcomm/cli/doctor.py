@@ -131,9 +131,11 @@ def _memory(settings: Config) -> Iterator[Finding]:
     # What clusters of this host hold now is theirs already: a cluster that runs well is no problem.
     free_bytes = room.f_bavail * room.f_frsize + _held_bytes()
     cluster, cache = settings.cluster, settings.cache
-    want_bytes = cluster.pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
+    pools = cluster.pools if cache.l2_device is None else 0  # else their memory is the GPU's
+    want_bytes = pools * cache.l2_size_bytes + cluster.shards * cache.l3_size_bytes
     want, free = size_text(want_bytes), size_text(free_bytes)
-    text = f"{want} wanted by cache.l2_size and cache.l3_size, {free} free in {SHM} or held by clusters"
+    who = "cache.l2_size and cache.l3_size" if pools else "cache.l3_size"
+    text = f"{want} wanted by {who}, {free} free in {SHM} or held by clusters"
     yield Finding("shared memory", "ok" if want_bytes <= free_bytes else "problem", text)
 
 
@@ -253,7 +255,8 @@ def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
         trial = attempt(transport)
         if "device" not in trial.facts or transport != "verbs":
             return trial
-        return replace(trial, facts=trial.facts | {"gdr": gpu_direct(Host.here())})
+        possible, why = gpu_direct(Host.here())
+        return replace(trial, facts=trial.facts | {"gdr": "possible" if possible else "no", "GPUDirect": why})
 
     return told
 

@@ -7,6 +7,7 @@ crash.  Silence means that there is no such hardware.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from kvcomm.cli.finding import Finding
 from kvcomm.cli.sizes import size_text
 
 _CAP_IPC_LOCK = 14
+_GIDS_SHOWN = 4
 _ROCE_MTU_BYTES = 4200
 """What a network interface must carry for RoCE's largest path MTU, 4096, and its headers."""
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -77,14 +79,12 @@ def hardware_findings(host: Host, pool_bytes: int) -> Iterator[Finding]:
         yield from (_nearest(host, gpu, devices) for gpu in gpus)
 
 
-def gpu_direct(host: Host) -> str:
-    """Whether RDMA could reach GPU memory here, in a few words."""
+def gpu_direct(host: Host) -> tuple[bool, str]:
+    """Whether RDMA could reach GPU memory here as far as the kernel's side goes, and how or why not."""
     if not _gpus(host):
-        return "no: no GPU"
+        return False, "no GPU here"
     finding = _gpu_direct(host)
-    return (
-        f"possible: {finding.text}" if finding.verdict == "ok" else f"no: {finding.text.partition(': ')[2]}"
-    )
+    return finding.verdict == "ok", finding.text
 
 
 def _rdma_device(host: Host, device: str) -> Iterator[Finding]:
@@ -110,7 +110,9 @@ def _rdma_device(host: Host, device: str) -> Iterator[Finding]:
                 f"{text}; no RoCE v2 GID: give its network interface an IP address (verbs refuses it else)",
             )
             continue
-        shown = "; ".join(f"GID {index} {gid} ({kind}, {net})" for index, gid, kind, net in gids[:4])
+        shown = "; ".join(
+            f"GID {index} {gid} ({kind}, {net})" for index, gid, kind, net in gids[:_GIDS_SHOWN]
+        )
         yield Finding(subject, "ok", f"{text}; {shown}" if shown else text)
         yield from _mtu(host, subject, gids)
 
@@ -133,8 +135,24 @@ def _gids(host: Host, port: Path) -> list[tuple[int, str, str, str]]:
         gid = host.text(port / "gids" / name)
         if gid and gid != _ZERO_GID:
             kind = host.text(port / "gid_attrs" / "types" / name)
-            found.append((int(name), gid, kind or "?", host.text(port / "gid_attrs" / "ndevs" / name) or "?"))
+            found.append(
+                (
+                    int(name),
+                    _short(gid),
+                    kind or "?",
+                    host.text(port / "gid_attrs" / "ndevs" / name) or "?",
+                )
+            )
     return found
+
+
+def _short(gid: str) -> str:
+    """As people write it; RoCE v2 carries IPv4 addresses too."""
+    try:
+        address = ipaddress.IPv6Address(gid)
+    except ValueError:
+        return gid
+    return f"::ffff:{address.ipv4_mapped}" if address.ipv4_mapped else str(address)
 
 
 def _mtu(host: Host, subject: str, gids: list[tuple[int, str, str, str]]) -> Iterator[Finding]:
@@ -225,7 +243,7 @@ def _gpu_direct(host: Host) -> Finding:
     return Finding(
         "gpudirect",
         "note",
-        "not possible: neither the module nvidia-peermem (modprobe nvidia-peermem) nor dma-buf (Linux 5.12 "
+        "neither the module nvidia-peermem (modprobe nvidia-peermem) nor dma-buf (Linux 5.12 "
         "and NVIDIA's open kernel modules); a GPU's blocks travel through host memory",
     )
 

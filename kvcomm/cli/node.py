@@ -72,9 +72,20 @@ class NodeProcess:
         return Path(root) / self.node if root else None
 
     async def announce(
-        self, backend: StoreBackend, addresses: list[str], region: str, refresh: Callable[[], None]
+        self,
+        backend: StoreBackend,
+        addresses: list[str],
+        region: str,
+        refresh: Callable[[], None],
+        *,
+        transports: Sequence[str] = (),
+        refused_transports: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date."""
+        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date.
+
+        Args:
+            transports, refused_transports: a pool's, as ``RunningPool`` has them.
+        """
         from kvcomm.control import ControlServer
         from kvcomm.exporter import Exporter, in_loop
 
@@ -104,6 +115,8 @@ class NodeProcess:
             metrics=metrics,
             incarnation=self.incarnation,
             region=region,
+            transports=list(transports),
+            refused_transports=dict(refused_transports or {}),
         )
         self.instance.register(self._record)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcomm.cli.node import NodeProcess
     from l2_rdma.owner import Owner
     from l2_rdma.pool import RunningPool
+    from l2_rdma.transports.cuda.gpu import Gpu
     from l3_shard.disk import BlockDisk
     from l3_shard.server import RunningShard, ShardOptions
 
@@ -45,7 +46,6 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.node import StoreBackend
     from kvcomm.cli.signals import stop_event
     from l2_rdma.pool import PoolOptions, run_pool
-    from l2_rdma.transports.cuda.runtime import open_gpu
     from l2_rdma.transports.port import WireOptions
 
     cache, network = process.settings.cache, process.settings.network
@@ -57,7 +57,14 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
 
         backend = StoreBackend(process, running.store)
-        work = process.announce(backend, running.addresses, running.region, refresh)
+        work = process.announce(
+            backend,
+            running.addresses,
+            running.region,
+            refresh,
+            transports=running.transports,
+            refused_transports=running.refused_transports,
+        )
         announcing.append(asyncio.create_task(_or_stop(work, stop)))
 
     try:
@@ -74,7 +81,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
                 cache.reservation_ttl_s,
                 transports=network.transports,
                 wires=WireOptions(listen_host=network.listen_host, rdma_device=network.rdma_device),
-                gpu=None if cache.l2_device is None else open_gpu(cache.l2_device),
+                gpu=_gpu(cache.l2_device),
             ),
             stop=stop,
             ready=ready,
@@ -83,6 +90,15 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
         await _end(announcing)
         await process.withdraw()
     _check(announcing)
+
+
+def _gpu(ordinal: int | None) -> Gpu | None:
+    """Where the slots are to be; raises ``Unavailable`` if there is no such GPU."""
+    if ordinal is None:
+        return None
+    from l2_rdma.transports.cuda.runtime import open_gpu
+
+    return open_gpu(ordinal)
 
 
 def shard(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
             "pid": record.pid,
             "addresses": record.addresses,
             "metrics": record.metrics,
+            "transports": record.transports,
+            "refused_transports": record.refused_transports,
             "error": "",
         }
         try:
@@ -87,9 +90,20 @@ def _show(rows: list[dict[str, Any]]) -> None:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
         Console().print(table)
-        for row in rows:
-            if row["instance"] == instance and row.get("disk"):
-                Console().print(escape(f"  {row['node']} disk {_disk(row['disk'])}"), highlight=False)
+        for line in _lines(row for row in rows if row["instance"] == instance):
+            Console().print(escape(f"  {line}"), highlight=False)
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """What has no column: disks, and how a pool's memory is reached."""
+    for row in rows:
+        node = row["node"]
+        if row.get("disk"):
+            yield f"{node} disk {_disk(row['disk'])}"
+        if row["transports"] or row["refused_transports"]:
+            yield f"{node} serves {', '.join(row['transports']) or 'no transport'}"
+        for name, why in row["refused_transports"].items():
+            yield f"{node} cannot serve {name}: {why}"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
-TIMEOUT_S = 15.0
-"""For one transport: two interpreters are started, on a slow machine too."""
+TIMEOUT_S = 20.0
+"""For one transport: two interpreters are started and load their drivers, on a slow machine too."""
 _END_S = 2.0
 _DYING_S = 0.2
 """From the end of its connections to the end of a process."""
@@ -113,6 +113,7 @@ class Trials:
             timeout_s=self.timeout_s,
             listen_host=self.wires.listen_host,
             rdma_device=self.wires.rdma_device,
+            cuda_device=self.wires.cuda_device,
             directory=directory,
             secret=secret,
             address=address,

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
+from kvcomm.config import TRANSPORTS
 from kvcomm.demo.messages import Order, Read, Ready, Reconnect, Reply, Row, Start, Trouble
 from kvcomm.demo.model import DemoModel
 from kvcomm.errors import KVCommError
@@ -67,7 +68,7 @@ class Agent:
         self._kv.close()
 
     def _read(self, order: Read) -> Row:
-        refused_before = self._refused_copies()
+        refused_before, reads_before = self._refused_copies(), self._l2_reads()
         shared = self._context(order)
         tokens = shared + list(self._tokenizer(order.question).input_ids)
         session = self._session(self._kv)
@@ -98,6 +99,7 @@ class Agent:
             refused_copies=self._refused_copies() - refused_before,
             text=generation.text,
             trouble=reading.trouble,
+            l2_reads={used: count - reads_before[used] for used, count in self._l2_reads().items()},
         )
 
     def _context(self, order: Read) -> list[int]:
@@ -129,6 +131,11 @@ class Agent:
     def _refused_copies(self) -> int:
         numbers = self._kv.metrics()
         return round(sum(numbers[f'kvcomm_copies_refused_total{{tier="{tier}"}}'] for tier in TIERS))
+
+    def _l2_reads(self) -> dict[str, int]:
+        numbers = self._kv.metrics()
+        names = {used: f'kvcomm_transport_reads_total{{transport="{used}"}}' for used in TRANSPORTS}
+        return {used: round(numbers[name]) for used, name in names.items()}
 
 
 def main() -> None:

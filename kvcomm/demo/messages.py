@@ -78,6 +78,8 @@ class Row(msgspec.Struct, frozen=True, tag=True):
     text: str
     """The continuation."""
     trouble: str = ""
+    l2_reads: dict[str, int] = {}
+    """Blocks read from the pool, by transport."""
 
     @property
     def fetched(self) -> int:

@@ -40,6 +40,8 @@ class Report:
     """From the kill to a new pool that serves."""
     damaged_copies: int | None
     """How many copies were damaged on purpose; ``None`` if that was not asked for."""
+    transport: str | None = None
+    """The only one that was to be used; ``None`` if that was left to the agents."""
 
     @property
     def tokens_equal(self) -> bool:
@@ -50,6 +52,12 @@ class Report:
     def hits(self) -> dict[str, int]:
         """Tokens fetched, by tier."""
         return {tier: sum(row.fetched_tokens[tier] for row in self.rows) for tier in ("l1", "l2", "l3")}
+
+    @property
+    def l2_reads(self) -> dict[str, int]:
+        """Blocks that came from the pool, by the transport that brought them."""
+        used = {name for row in self.rows for name, count in row.l2_reads.items() if count}
+        return {name: sum(row.l2_reads.get(name, 0) for row in self.rows) for name in sorted(used)}
 
     @property
     def refused_copies(self) -> int:
@@ -72,6 +80,14 @@ class Report:
         ]
         wrong += [f"{row.agent} ({row.step}): {row.trouble}" for row in self.rows if row.trouble]
         wrong += [f"nothing was fetched from {tier.upper()}" for tier in ("l2", "l3") if not self.hits[tier]]
+        if self.transport is not None:
+            wrong += [
+                f"{count} blocks came from the pool through {name}, not through {self.transport}"
+                for name, count in self.l2_reads.items()
+                if name != self.transport
+            ]
+            if self.transport not in self.l2_reads:
+                wrong.append(f"nothing came from the pool through {self.transport}")
         if self.damaged_copies == 0:
             wrong.append("no copy was found to damage")
         if self.damaged_copies and not self.refused_copies:
@@ -93,6 +109,8 @@ class Report:
             "tokens_equal": self.tokens_equal,
             "max_logprob_difference": max(row.logprob_difference or 0.0 for row in self.rows),
             "hits": self.hits,
+            "transport": self.transport,
+            "l2_reads": self.l2_reads,
             "speed_up": self.speed_up,
             "refused_copies": self.refused_copies,
             "damaged_copies": self.damaged_copies,
@@ -101,7 +119,11 @@ class Report:
         }
 
     def _remarks(self) -> list[str]:
-        remarks = [f"The pool was killed; a new one served after {self.pool_restart_s:.2f} s."]
+        reads = ", ".join(f"{count} through {name}" for name, count in self.l2_reads.items()) or "none"
+        remarks = [
+            f"Blocks read from the pool: {reads}.",
+            f"The pool was killed; a new one served after {self.pool_restart_s:.2f} s.",
+        ]
         if self.damaged_copies is not None:
             remarks.append(
                 f"{self.damaged_copies} stored copies were damaged; readers refused {self.refused_copies}."

@@ -60,6 +60,8 @@ class Options:
     model_folder: Path | None = None
     config: Path | None = None
     """Instead of :data:`CONFIG`."""
+    transport: str | None = None
+    """The only way into the pool's memory for everybody; else as configured."""
 
 
 def tell(options: Options, say: Say) -> Report:
@@ -75,8 +77,9 @@ def tell(options: Options, say: Say) -> Report:
         threads = os.cpu_count() or 1
         agents = {name: stack.enter_context(AgentProcess(name, threads)) for name in AGENTS}
         say("starting a cluster: one pool, three shards")
-        config = stack.enter_context(_configuration(options.config))
+        config = stack.enter_context(_configuration(options))
         instance = stack.enter_context(_cluster(config))
+        _check_transport(instance, options.transport)
         say(f"starting {len(agents)} agents, each a process that loads the model")
         folder = None if model.folder is None else str(model.folder)
         for agent in agents.values():  # at once: loading a model is mostly waiting
@@ -115,6 +118,7 @@ class _Story:
             rows=tuple(rows),
             pool_restart_s=restart_s,
             damaged_copies=damaged,
+            transport=self.options.transport,
         )
 
     def _read(
@@ -168,11 +172,31 @@ class _Story:
 
 
 @contextlib.contextmanager
-def _configuration(named: Path | None) -> Iterator[Path]:
+def _configuration(options: Options) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvcomm-demo-") as folder:
         path = Path(folder) / "kvcomm.yaml"
-        path.write_text(CONFIG)
-        yield named or path
+        path.write_text(configuration(options))
+        yield path
+
+
+def configuration(options: Options) -> str:
+    """Of the cluster and the agents."""
+    import yaml
+
+    written = options.config.read_text() if options.config is not None else CONFIG
+    if options.transport is None:
+        return written
+    document = yaml.safe_load(written) or {}
+    network = (document.get("network") or {}) | {"transports": [options.transport]}
+    return yaml.safe_dump(document | {"network": network})
+
+
+def _check_transport(instance: Instance, transport: str | None) -> None:
+    """Raises ``Unavailable`` where the pool cannot offer the only transport that it may."""
+    for record in instance.nodes():
+        if transport is not None and record.role == "pool" and transport not in record.transports:
+            why = record.refused_transports.get(transport, "unknown reason")
+            raise Unavailable(f"{record.node} cannot offer {transport}: {why}; see 'kvcomm doctor'")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """``facts_of``: what a transport's driver tells of this host, in a few words for the operator.
 
-``device``, ``mtu``, ``gid`` are what would be used; every other key is something to know beside it.
+``device``, ``mtu`` and ``gid`` (its index and type) are what would be used; every other key is something to
+know beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _verbs(module: Any, options: WireOptions) -> Facts:
         facts |= {
             "device": f"{used.device}/{used.port}",
             "mtu": str(used.mtu_bytes),
-            "gid": f"{used.gid_index} {_gid(used.gid)} {used.gid_kind}",
+            "gid": f"{used.gid_index} {used.gid_kind}",
+            "GID": _gid(used.gid),
             "atomics": used.atomics,
             "on-demand paging": "yes" if used.on_demand else "no: a pool's memory is locked whole",
         }
@@ -48,10 +50,27 @@ def _verbs(module: Any, options: WireOptions) -> Facts:
     return facts
 
 
+def _cuda(module: Any, options: WireOptions) -> Facts:
+    from l2_rdma.transports.cuda.runtime import ALLOCATION_UNIT_BYTES, dma_buf_support, open_gpu
+
+    gpu = open_gpu(options.cuda_device)
+    pointer = gpu.allocate(ALLOCATION_UNIT_BYTES)
+    try:
+        exported = dma_buf_support(gpu, pointer, ALLOCATION_UNIT_BYTES)
+    finally:
+        gpu.free(pointer)
+    major, minor = gpu.capability
+    return {
+        "device": f"{options.cuda_device}: {gpu.name}",
+        "compute capability": f"{major}.{minor}",
+        "dma-buf export (for GPUDirect RDMA)": exported,
+    }
+
+
 def _gid(address: str) -> str:
     """The form that people know: RoCE v2 carries IPv4 addresses."""
     parsed = ipaddress.IPv6Address(address)
     return f"::ffff:{parsed.ipv4_mapped}" if parsed.ipv4_mapped else str(parsed)
 
 
-_TELLERS: dict[str, Callable[[Any, WireOptions], Facts]] = {"verbs": _verbs}
+_TELLERS: dict[str, Callable[[Any, WireOptions], Facts]] = {"verbs": _verbs, "cuda": _cuda}

@@ -34,15 +34,13 @@ def find_transports(names: Sequence[str], options: WireOptions) -> Found[Transpo
 
 def find_providers(names: Sequence[str], region: Region, options: WireOptions) -> Found[Provider]:
     """A pool's side of each wire."""
-
-    def make(module: Any) -> Provider:
-        provider = cast("Provider", module.make_provider(region, options))
-        if region.header.device_slots and provider.name != "cuda":
-            provider.close()
-            raise Unavailable("the pool keeps its blocks in a GPU's memory, which only cuda reaches")
-        return provider
-
-    return _find(names, make)
+    # Of a region with its slots on a GPU the file holds the headers only: the other wires would serve holes.
+    on_host = region.device is None
+    served = [name for name in names if on_host or name == "cuda"]
+    found = _find(served, lambda module: cast("Provider", module.make_provider(region, options)))
+    there = "the pool keeps its blocks in a GPU's memory, which only cuda reaches"
+    found.refused |= {name: there for name in names if name not in served}
+    return found
 
 
 def _find(names: Sequence[str], make: Callable[[Any], T]) -> Found[T]:

@@ -38,7 +38,7 @@ def test_nothing_said_means_the_defaults() -> None:
     assert config.cache.l2_size_bytes == RAM // 4
     assert config.cache.l2_pin_budget_bytes == RAM // 8
     assert config.network.zero_copy_threshold_bytes == 4000
-    assert config.network.transports == ("shm", "tcp")
+    assert config.network.transports == ("shm", "cuda", "verbs", "tcp")
     assert (config.cluster.replicas, config.cluster.write_quorum, config.cluster.read_quorum) == (3, 2, 1)
     assert config.storage.fsync == "always"
     assert config.security.tenant == "default"
@@ -101,8 +101,6 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.l1_size", True, "is True, expected bytes"),
         ("cache.l1_size", None, "is empty, expected bytes"),
         ("cache.l1_size", ["1GB"], "expected bytes"),
-        ("cache.l2_device", "gpu", "`cuda:0`"),
-        ("cache.l2_device", 0, "`cuda:0`"),
         ("cache.l1_negative_ttl", 5, "a duration with its unit"),
         ("cache.l1_negative_ttl", "5", "a duration with its unit"),
         ("cache.l1_negative_ttl", "-5s", "a duration with its unit"),
@@ -111,13 +109,14 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cache.l1_negative_entries", -1, "at least 0"),
         ("cache.l3_consistency", "strong", "kv.strong"),
         ("cache.l3_consistency", "stronk", "expected one of eventual"),
+        ("cache.l2_device", "cuda", 'expected "host" or a GPU'),
+        ("cache.l2_device", 0, 'expected "host" or a GPU'),
         ("network.zero_copy_threshold", "15%", "expected bytes"),
         ("network.transports", [], "a list without repetition"),
         ("network.transports", "shm", "a list without repetition"),
         ("network.transports", ["shm", "shm"], "a list without repetition"),
         ("network.transports", ["shm", "tpc"], "names 'tpc', expected some of shm, cuda, verbs, tcp"),
         ("network.transports", ["shm", ["tcp"]], "names ['tcp']"),
-        ("network.transports", ["verbs", "cuda"], "leaves nothing to run"),
         ("network.listen_host", "0.0.0.0", "name one that they reach"),
         ("network.listen_host", "::", "name one that they reach"),
         ("network.listen_host", "10.0.0.1/24", "without a port"),
@@ -196,9 +195,12 @@ def test_the_pin_budget_is_a_share_of_the_pool() -> None:
     assert config.cache.l2_pin_budget_bytes == 250_000_000
 
 
-@pytest.mark.parametrize(("written", "number"), [("host", None), ("cuda:0", 0), ("cuda:11", 11)])
-def test_a_pool_may_be_on_a_gpu(written: str, number: int | None) -> None:
-    assert parse(setting("cache.l2_device", written)).cache.l2_device == number
+def test_a_pool_in_gpu_memory_needs_the_wire_that_reaches_it() -> None:
+    said = "{transports: [cuda, tcp]}"
+    assert parse(f"cache: {{l2_device: 'cuda:1'}}\nnetwork: {said}").cache.l2_device == 1
+    assert parse("cache: {l2_device: host}").cache.l2_device is None
+    (line,) = refusal("cache: {l2_device: 'cuda:1'}\nnetwork: {transports: [shm, tcp]}")
+    assert "network.transports has no cuda" in line
 
 
 def test_every_transport_of_the_design_may_be_named() -> None:

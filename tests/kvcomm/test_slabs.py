@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import mmap
 import random
 import threading
 
@@ -146,3 +148,14 @@ def test_memory_that_cannot_be_registered_is_used_without() -> None:
 def _within(copy: memoryview, slab: memoryview) -> bool:
     begin, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (slab, copy))
     return begin <= at < begin + slab.nbytes
+
+
+def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    buffer = Slabs().take(2 * SMALL_BYTES)
+    buffer[-1] = 1
+    assert buffer.nbytes == 2 * SMALL_BYTES

@@ -11,13 +11,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kvcomm.block import Incarnation
 from kvcomm.blockstore import StoreUsage
 from l2_rdma.pool import PoolOptions, RunningPool, run_pool
-from tests.peers import CREDENTIALS, PATIENCE_S
+from l2_rdma.transports.cuda.runtime import open_gpu
+from l2_rdma.transports.desk import Desk
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
+from tests.peers import CREDENTIALS, PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 TENANT_NAME = "acme"
@@ -35,16 +41,18 @@ def run_pool_at(
     ready: Callable[[RunningPool], None],
     stop: asyncio.Event,
     incarnation: int,
+    *,
+    node: str = "pool-0",
     **options: Any,
 ) -> Any:
     """The coroutine."""
     return run_pool(
-        node="pool-0",
+        node=node,
         instance="tests",
         incarnation=Incarnation(incarnation),
         credentials=CREDENTIALS,
         tenant=TENANT_NAME,
-        addresses=[f"unix://{directory}/pool.sock"],
+        addresses=[f"unix://{directory}/{'pool' if node == 'pool-0' else node}.sock"],
         options=PoolOptions(directory=directory, **(OPTIONS | options)),
         stop=stop,
         ready=ready,
@@ -104,48 +112,93 @@ def pool_thread(directory: Path, *, incarnation: int = 21, **options: Any) -> It
 class PoolProcess:
     """``run_pool`` in a process that can be killed and paused."""
 
-    def __init__(self, directory: Path, incarnation: int) -> None:
+    def __init__(self, directory: Path, incarnation: int, options: dict[str, Any]) -> None:
+        self.node = options.get("node", "pool-0")
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.l2_rdma.pools", str(directory), str(incarnation)],
+            [
+                sys.executable,
+                "-m",
+                "tests.l2_rdma.pools",
+                str(directory),
+                str(incarnation),
+                json.dumps(options),
+            ],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._process.stdout is not None
-        ready = json.loads(self._process.stdout.readline())
-        self.address, self.region = ready["address"], ready["region"]
+        self.pid = self._process.pid
+        ready = self._heard()
+        self.address, self.region, self.refused = ready["address"], ready["region"], ready["refused"]
+
+    def usage(self) -> dict[str, int]:
+        """``StoreUsage``, by name."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("usage\n")
+        self._process.stdin.flush()
+        return self._heard()
 
     def signal(self, number: signal.Signals) -> None:
+        """Returns when it has stopped, if that is what it was told."""
         self._process.send_signal(number)
         if number == signal.SIGKILL:
             self._process.wait(PATIENCE_S)
+        if number == signal.SIGSTOP:
+            process = psutil.Process(self.pid)
+            until(lambda: process.status() == psutil.STATUS_STOPPED)
 
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
 
+    def _heard(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
 
 @contextmanager
-def pool_process(directory: Path, *, incarnation: int = 21) -> Iterator[PoolProcess]:
-    pool = PoolProcess(directory, incarnation)
+def pool_process(directory: Path, *, incarnation: int = 21, **options: Any) -> Iterator[PoolProcess]:
+    """
+    Args:
+        options: of ``PoolOptions``; ``gpu="cuda"`` or ``"cuda-plain"``: its slots are on a GPU, or on one of
+            plain memory; ``unfenced=True``: it takes late writers for shut out, and shuts nobody out.
+    """
+    pool = PoolProcess(directory, incarnation, options)
     try:
         yield pool
     finally:
         pool.end()
 
 
-async def _main(directory: Path, incarnation: int) -> None:
+async def _main(directory: Path, incarnation: int, options: dict[str, Any]) -> None:
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if "gpu" in options:
+        options["gpu"] = open_gpu() if options["gpu"] == "cuda" else HostGpu(directory)
+    if options.pop("unfenced", False):
+        Desk.close = lambda self, holder: None  # type: ignore[method-assign]
 
-    def ready(running: RunningPool) -> None:
-        sys.stdout.write(json.dumps({"address": running.addresses[0], "region": running.region}) + "\n")
+    def say(facts: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(facts) + "\n")
         sys.stdout.flush()
 
-    await run_pool_at(directory, ready, stop, incarnation)
+    def answer(running: RunningPool) -> None:
+        if sys.stdin.readline():
+            say(asdict(running.store.usage()))
+        else:
+            loop.remove_reader(sys.stdin)
+
+    def ready(running: RunningPool) -> None:
+        refused = dict(running.refused_transports)
+        say({"address": running.addresses[0], "region": running.region, "refused": refused})
+        loop.add_reader(sys.stdin, answer, running)
+
+    await run_pool_at(directory, ready, stop, incarnation, **options)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])))

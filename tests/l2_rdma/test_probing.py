@@ -114,10 +114,10 @@ def test_a_slow_wire_is_measured_with_few_reads() -> None:
     wire = Wire(2 << 20, 30e-3, 10e6)
     begin = wire.now
     latency_s, bytes_per_s = wire.measure(budget_s=0.05)
-    assert len(wire.reads) == 3
+    assert len(wire.reads) == 1 + 2 + 2
     assert latency_s == pytest.approx(30e-3 + 4096 / 10e6)
     assert bytes_per_s == pytest.approx((1 << 20) / (30e-3 + (1 << 20) / 10e6))
-    assert wire.now - begin < 0.3
+    assert wire.now - begin < 0.4
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5, 20])

@@ -30,7 +30,11 @@ from kvcomm.wire.messages import (
     Message,
     Want,
 )
-from l2_rdma.tier import BACKOFF_MAX_S, L2Tier, _prefault
+from l2_rdma.attachment import AttachOptions
+from l2_rdma.member import _prefault
+from l2_rdma.rack import BACKOFF_MAX_S, Pool
+from l2_rdma.tier import L2Tier
+from l2_rdma.wires import Wires
 from tests.l2_rdma.pools import OPTIONS, TENANT_NAME, pool_thread
 from tests.l2_rdma.regions import header_of, key_of, layout_of, payload_of, region_header
 from tests.peers import CREDENTIALS, IDENTITY, served, soon, until
@@ -48,9 +52,10 @@ class Agent:
     """A client process's tier and peers."""
 
     def __init__(self, address, identity=IDENTITY, **options):
-        self.tier = L2Tier(
-            address, identity, **({"zero_copy_threshold_bytes": 4096, "prefault": False} | options)
-        )
+        self.pools = [Pool("pool-0", address)]
+        wires = Wires(options.pop("transports", ("shm",)))
+        settings = AttachOptions(**({"prefault": False} | options))
+        self.tier = L2Tier(lambda: self.pools, identity, wires=wires, options=settings)
         self.peers = Peers(identity)
 
     def put(self, *copies):
@@ -72,6 +77,12 @@ class Agent:
     def close(self):
         self.tier.close()
         self.peers.close()
+
+
+def attachment_of(tier: L2Tier, node: str = "pool-0") -> Any:
+    attachment, _ = tier._members[node].current()
+    assert attachment is not None
+    return attachment
 
 
 @pytest.fixture
@@ -207,7 +218,7 @@ def test_without_a_pool_everything_is_a_miss_at_once(tmp_path, make_agent):
     assert time.monotonic() - begun < 5
 
     with pool_thread(tmp_path) as pool:
-        agent.tier._address = pool.address
+        agent.pools = [Pool("pool-0", pool.address)]
         until(lambda: agent.put(copy_of(1)) == ["stored"])
 
 
@@ -278,7 +289,8 @@ def test_a_slow_pool_costs_a_put_its_timeout_and_a_read_nothing(pool, make_agent
 
 def test_it_works_on_an_event_loop(pool):
     async def main():
-        tier, peers = L2Tier(pool.address, IDENTITY, prefault=False), AsyncPeers(IDENTITY)
+        pools = [Pool("pool-0", pool.address)]
+        tier, peers = L2Tier(lambda: pools, IDENTITY), AsyncPeers(IDENTITY)
         try:
             assert await run_async(tier.put([copy_of(1), copy_of(2, SMALL)]), peers, soon()) == ["stored"] * 2
             found: dict[int, Block] = {}
@@ -321,11 +333,11 @@ def test_the_attendant_ends_with_the_tier(pool, make_agent, prefault):
 
 
 def test_an_idle_agent_does_not_keep_the_memory_of_a_dead_pool(tmp_path, make_agent, monkeypatch):
-    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    monkeypatch.setattr("l2_rdma.member._ATTEND_INTERVAL_S", 0.01)
     with pool_thread(tmp_path) as pool:
         agent = make_agent(pool.address)
         agent.put(copy_of(1))
-        region = weakref.ref(agent.tier._attachment.region)
+        region = weakref.ref(attachment_of(agent.tier).region)
 
     until(lambda: region() is None)
     assert not agent.tier.stats().attached
@@ -333,13 +345,10 @@ def test_an_idle_agent_does_not_keep_the_memory_of_a_dead_pool(tmp_path, make_ag
 
 
 def test_a_tier_that_nobody_has_any_more_leaves_the_pool(pool, monkeypatch):
-    monkeypatch.setattr("l2_rdma.tier._ATTEND_INTERVAL_S", 0.01)
+    monkeypatch.setattr("l2_rdma.member._ATTEND_INTERVAL_S", 0.01)
     agent = Agent(pool.address)
     agent.put(copy_of(1))
-    attachment, _ = agent.tier._current()
-    assert attachment is not None
-    region = weakref.ref(attachment.region)
-    del attachment
+    region = weakref.ref(attachment_of(agent.tier).region)
     agent.peers.close()
     del agent
     gc.collect()
@@ -481,25 +490,26 @@ def test_operations_wait_for_the_first_attempt_to_attach_and_for_none_after_a_fa
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"{tmp_path}/pool.sock")
         mute.listen()
+        pools = [Pool("pool-0", f"unix://{tmp_path}/pool.sock")]
         tier = L2Tier(
-            f"unix://{tmp_path}/pool.sock",
+            lambda: pools,
             IDENTITY,
-            attach_timeout_s=0.05,
+            options=AttachOptions(attach_timeout_s=0.05),
             clock=lambda: time.monotonic() + ahead_s[0],
         )
         first = tier.lookup([key_of(1)])
         assert isinstance(next(first), Park)
         assert drive(tier.lookup([key_of(1)]), []) == ([None], [])
-        until(lambda: tier._attempt is None)
+        until(lambda: tier._members["pool-0"]._attempt is None)
 
         ahead_s[0] += BACKOFF_MAX_S
         later = tier.lookup([key_of(1)])
         with pytest.raises(StopIteration) as end:
             next(later)
         assert end.value.value == [None]
-        assert tier._attempt is not None, "it is tried again, in the background"
+        assert tier._members["pool-0"]._attempt is not None, "it is tried again, in the background"
         tier.close()
-        until(lambda: tier._attempt is None)
+        until(lambda: tier._members["pool-0"]._attempt is None)
 
 
 @pytest.mark.parametrize(

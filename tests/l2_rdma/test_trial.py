@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,7 +39,7 @@ def child(role: str, order: Order) -> Iterator[subprocess.Popen[bytes]]:
             pass
 
 
-def order(transport: str = "shm", timeout_s: float = PATIENCE_S, **more: str) -> Order:
+def order(transport: str = "shm", timeout_s: float = PATIENCE_S, **more: Any) -> Order:
     return Order(
         transport=transport,
         timeout_s=timeout_s,

@@ -55,6 +55,10 @@ def test_status_names_every_node(cluster: Cluster) -> None:
     assert rows["shard-0"]["epoch"] >= 1
     table = kvcomm("status", "--instance", cluster.instance.name).stdout.decode()
     assert all(node in table for node in rows)
+    served = rows["pool-0"]["transports"]
+    assert {"shm", "tcp"} <= set(served)
+    assert f"pool-0 serves {', '.join(served)}" in table
+    assert all(f"pool-0 cannot serve {name}: " in table for name in rows["pool-0"]["refused_transports"])
 
 
 def test_doctor_finds_the_cluster_well(cluster: Cluster) -> None:
@@ -64,6 +68,17 @@ def test_doctor_finds_the_cluster_well(cluster: Cluster) -> None:
     subjects = {finding["subject"] for finding in findings}
     assert {f"{cluster.instance.name}/pool-0", f"{cluster.instance.name}/shard-2"} <= subjects
     assert all(finding["verdict"] != "problem" for finding in findings)
+
+
+def test_doctor_tries_the_transports_to_a_clusters_pools(cluster: Cluster) -> None:
+    at = ("--instance", cluster.instance.name, "--config", str(cluster.config))
+    said = kvcomm("doctor", "--json", *at)
+    assert said.returncode == 0, said.stderr
+    tried = {each["subject"]: each["detail"] for each in json.loads(said.stdout) if each["detail"]}
+    assert tried["transport shm"]["used"]
+    assert tried["transport shm"]["pool"] == f"{cluster.instance.name}/pool-0"
+    assert tried["transport tcp"]["verdict"] == "works", tried["transport tcp"]["reason"]
+    assert tried["transport tcp"]["bytes_per_s"] > 0
 
 
 def test_bench_fetch_measures(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from l2_rdma.transports.port import (
     check_word,
     outside,
 )
-from l2_rdma.transports.tcp.protocol import Kind
+from l2_rdma.transports.tcp.protocol import ATOMICS, COMPARE_SWAP, FETCH_ADD, READ, WRITE
 from l2_rdma.transports.tcp.stream import Stream, TcpOperation
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class TcpChannel:
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
         check_read(extents, into)
         operations = [
-            TcpOperation(Kind.READ, deadline, extent.offset, extent.length, view=_octets(view))
-            for extent, view in zip(extents, into, strict=True)
+            TcpOperation(READ, deadline, offset, length, 0, _octets(view))
+            for (offset, length), view in zip(extents, into, strict=True)
         ]
         self._post(operations, deadline)
         return list(operations)
@@ -58,16 +58,15 @@ class TcpChannel:
     def write(self, extent: Extent, data: Buffer, deadline: float) -> Operation:
         view = memoryview(data)
         check_extent(extent, view.nbytes)
-        operation = TcpOperation(Kind.WRITE, deadline, extent.offset, extent.length, data=_octets(view))
-        return self._post_one(operation)
+        return self._post_one(WRITE, deadline, extent.offset, extent.length, 0, _octets(view))
 
     def fetch_add(self, offset: int, amount: int, deadline: float) -> Operation:
         check_word(offset, amount)
-        return self._post_one(TcpOperation(Kind.FETCH_ADD, deadline, offset, amount))
+        return self._post_one(FETCH_ADD, deadline, offset, amount, 0, None)
 
     def compare_swap(self, offset: int, expected: int, desired: int, deadline: float) -> Operation:
         check_word(offset, expected, desired)
-        return self._post_one(TcpOperation(Kind.COMPARE_SWAP, deadline, offset, expected, desired))
+        return self._post_one(COMPARE_SWAP, deadline, offset, expected, desired, None)
 
     def close(self) -> None:
         self.break_off(Unavailable("the channel is closed"))
@@ -130,44 +129,60 @@ class TcpChannel:
             return float("inf")
         return earliest
 
-    def _post_one(self, operation: TcpOperation) -> Operation:
-        self._post([operation], operation.deadline)
+    def _post_one(
+        self, kind: int, deadline: float, offset: int, first: int, second: int, memory: memoryview | None
+    ) -> Operation:
+        operation = TcpOperation(kind, deadline, offset, first, second, memory)
+        self._post([operation], deadline)
         return operation
 
     def _post(self, operations: list[TcpOperation], deadline: float) -> None:
         now = self._transport.now()
-        fit = []
-        for operation in operations:
-            error = self._refusal(operation, now)
-            if error is None:
-                fit.append(operation)
-            else:
+        error = self._refusal(deadline, now)
+        if error is not None:
+            for operation in operations:
                 operation.end(error)
-        if not fit:
             return
-        error = None
+        fit = self._inside(operations)
         with self._posting:
-            for stream, share in self._shares(fit):
-                if self._broken is not None or stream.depth + len(share) > DEPTH_MAX:
-                    refusal = self._broken or Unavailable(f"{stream.depth} operations are under way already")
-                    for operation in share:
-                        operation.end(refusal)
-                    continue
-                stream.put(share)
-                self._transport.expect(stream, deadline)
-                error = self._send(stream, now) or error
+            for stream, share in self._shares(fit) if fit else ():
+                error = self._put(stream, share, deadline, now) or error
         if error is not None:
             self.break_off(error)
 
-    def _refusal(self, operation: TcpOperation, now: float) -> KVCommError | None:
+    def _refusal(self, deadline: float, now: float) -> KVCommError | None:
         if self._broken is not None:
             return self._broken
         if not self._transport.ours:
             return Unavailable("the channel belongs to the process that this one was forked from")
-        if operation.deadline <= now:
-            return Unavailable("its time was over before it began")
-        length = operation.first if operation.kind in (Kind.READ, Kind.WRITE) else WORD_BYTES
-        return outside(self.header, operation.offset, length)
+        return Unavailable("its time was over before it began") if deadline <= now else None
+
+    def _inside(self, operations: list[TcpOperation]) -> list[TcpOperation]:
+        """Those inside the region; the others end."""
+        region_bytes = self.header.layout.region_bytes
+        fit = []
+        for each in operations:
+            length = WORD_BYTES if each.kind in ATOMICS else each.first
+            if each.offset + length <= region_bytes:
+                fit.append(each)
+            else:
+                each.end(outside(self.header, each.offset, length))
+        return fit
+
+    def _put(
+        self, stream: Stream, operations: list[TcpOperation], deadline: float, now: float
+    ) -> KVCommError | None:
+        """Posting lock held; why the channel is to be broken off, if so."""
+        refusal = self._broken
+        if stream.depth + len(operations) > DEPTH_MAX:
+            refusal = refusal or Unavailable(f"{stream.depth} operations are under way already")
+        if refusal is not None:
+            for operation in operations:
+                operation.end(refusal)
+            return None
+        stream.put(operations)
+        self._transport.expect(stream, deadline)
+        return self._send(stream, now)
 
     def _shares(self, operations: list[TcpOperation]) -> list[tuple[Stream, list[TcpOperation]]]:
         """Which stream carries what: the least loaded one gets the next."""

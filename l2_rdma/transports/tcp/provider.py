@@ -32,7 +32,7 @@ from l2_rdma.transports.tcp.tickets import Tickets
 HELLO_TIMEOUT_S = 5.0
 STREAMS_MAX = 4096
 STRANGERS_MAX = 64
-"""Streams that have not shown a ticket yet; beyond, the newest is closed."""
+"""Streams that have not shown a ticket yet; beyond, the oldest is closed: who has one shows it at once."""
 STREAMS_PER_HOLDER_MAX = 64
 _BACKLOG = 256
 _JOIN_TIMEOUT_S = 5.0
@@ -67,7 +67,7 @@ class TcpProvider:
         self._tickets = Tickets(secrets.token_bytes)
         self._held: dict[int, set[Serving]] = {}
         self._streams: dict[int, Serving] = {}
-        self._strangers: set[Serving] = set()
+        self._strangers: dict[Serving, None] = {}  # in the order in which they came
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -154,7 +154,7 @@ class TcpProvider:
             return _STARVED_S
         if not self._strangers:
             return None
-        return max(0.0, min(each.hello_deadline for each in self._strangers) - self._clock())
+        return max(0.0, next(iter(self._strangers)).hello_deadline - self._clock())
 
     def _dismiss_late_strangers(self) -> None:
         now = self._clock()
@@ -177,7 +177,9 @@ class TcpProvider:
                     self._epoll.modify(self._listener.fileno(), 0)
                     return
                 continue  # the client is gone already
-            if len(self._strangers) >= STRANGERS_MAX or len(self._streams) >= STREAMS_MAX:
+            if len(self._strangers) >= STRANGERS_MAX:
+                self._end(next(iter(self._strangers)))
+            if len(self._streams) >= STREAMS_MAX:
                 accepted.close()
                 continue
             self._welcome_stranger(accepted)
@@ -197,7 +199,7 @@ class TcpProvider:
             self._clock() + HELLO_TIMEOUT_S,
             self._clock,
         )
-        self._strangers.add(serving)
+        self._strangers[serving] = None
         self._streams[accepted.fileno()] = serving
         self._epoll.register(accepted.fileno(), serving.interest)
 
@@ -212,12 +214,12 @@ class TcpProvider:
                 return False
             held.add(serving)
         serving.holder = holder
-        self._strangers.discard(serving)
+        self._strangers.pop(serving, None)
         return True
 
     def _end(self, serving: Serving) -> None:
         """In the serving thread."""
-        self._strangers.discard(serving)
+        self._strangers.pop(serving, None)
         with self._lock:
             held = self._held.get(serving.holder)
             if held is not None:

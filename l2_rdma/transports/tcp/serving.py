@@ -22,9 +22,24 @@ from itertools import islice
 
 from kvcomm.block import Buffer
 from kvcomm.errors import Unavailable
-from l2_rdma.layout import WORD_BYTES, WORD_MASK
+from l2_rdma.layout import WORD_BYTES
 from l2_rdma.region import Region
-from l2_rdma.transports.tcp.protocol import HELLO, MAGIC, REPLY, REQUEST, Goodbye, Kind, Status
+from l2_rdma.transports.tcp.protocol import (
+    ATOMICS,
+    DONE,
+    FETCH_ADD,
+    GARBAGE,
+    GOODBYE,
+    HELD,
+    HELLO,
+    MAGIC,
+    OUTSIDE,
+    READ,
+    REQUEST,
+    TICKET,
+    WRITE,
+    reply_head,
+)
 
 INBOX_BYTES = 16 << 10
 """Of requests that are received at once; also how much of a write may take the way through the inbox."""
@@ -40,6 +55,7 @@ ATOMIC_PATIENCE_S = 0.001
 """How long a word may be held by another process before the client is told; everybody waits with it."""
 
 NOBODY = -1
+_HEAD = reply_head(0)
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
@@ -149,18 +165,19 @@ class Serving:
         """Every whole request in the inbox, as long as there is room for replies."""
         if self.hello_deadline != float("inf") and not self._greet():
             return
+        inbox, region_bytes = self._inbox, self._region_bytes
         at, end = 0, self._inbox_bytes
-        while end - at >= REQUEST.size and not self._write_left and not self._full and not self._leaving:
-            kind, number, offset, first, second = REQUEST.unpack_from(self._inbox, at)
+        while end - at >= REQUEST.size and not (self._write_left or self._leaving or self._full):
+            kind, number, offset, first, second = REQUEST.unpack_from(inbox, at)
             at += REQUEST.size
-            if kind == Kind.READ and offset + first <= self._region_bytes:
+            if kind == READ and offset + first <= region_bytes:
                 self._read(number, offset, first)
-            elif kind == Kind.WRITE and offset + first <= self._region_bytes:
-                at += self._begin_write(number, offset, first, self._inbox[at:end])
-            elif kind in (Kind.FETCH_ADD, Kind.COMPARE_SWAP) and offset + WORD_BYTES <= self._region_bytes:
+            elif kind == WRITE and offset + first <= region_bytes:
+                at += self._begin_write(number, offset, first, inbox[at:end])
+            elif kind in ATOMICS and offset + WORD_BYTES <= region_bytes and not offset % WORD_BYTES:
                 self._exchange(kind, number, offset, first, second)
             else:
-                self._leave(Goodbye.OUTSIDE if kind in tuple(Kind) else Goodbye.GARBAGE)
+                self._leave(OUTSIDE if READ <= kind <= ATOMICS[-1] else GARBAGE)
         if at:
             self._inbox[: end - at] = self._inbox[at:end]
             self._inbox_bytes = end - at
@@ -173,18 +190,23 @@ class Serving:
         self._inbox[:rest] = self._inbox[HELLO.size : self._inbox_bytes]
         self._inbox_bytes = rest
         if magic != MAGIC:
-            self._leave(Goodbye.GARBAGE)
+            self._leave(GARBAGE)
         elif not self._redeem(self, number, secret):
-            self._leave(Goodbye.TICKET)
+            self._leave(TICKET)
         else:
             self.hello_deadline = float("inf")
             self._queue(self._welcome)
         return not self._leaving
 
     def _read(self, number: int, offset: int, length: int) -> None:
-        self._queue(REPLY.pack(number, Status.DONE, length))
-        for begin in range(offset, offset + length, TURN_BYTES):
-            self._queue(self._memory[begin : min(begin + TURN_BYTES, offset + length)])
+        replies, end = self._replies, offset + length
+        head = reply_head(length)
+        replies.append(head.pack(number, DONE, length))
+        self._unsent_bytes += head.size + length
+        while end - offset > TURN_BYTES:
+            replies.append(self._memory[offset : offset + TURN_BYTES])
+            offset += TURN_BYTES
+        replies.append(self._memory[offset:end])
 
     def _begin_write(self, number: int, offset: int, length: int, arrived: memoryview) -> int:
         """How many of the bytes in the inbox belong to it."""
@@ -201,29 +223,27 @@ class Serving:
         self._write_offset += size
         self._write_left -= size
         if not self._write_left:
-            self._queue(REPLY.pack(self._write_number, Status.DONE, self._write_bytes))
+            self._queue(_HEAD.pack(self._write_number, DONE, self._write_bytes))
 
     def _exchange(self, kind: int, number: int, offset: int, first: int, second: int) -> None:
-        if offset % WORD_BYTES:
-            return self._leave(Goodbye.GARBAGE)
         deadline = self._clock() + ATOMIC_PATIENCE_S
         atomics = self._region.atomics
-        old, status = 0, Status.DONE
+        old, status = 0, DONE
         with self._gate:
             if self._shut:
-                return None
+                return
             try:
-                if kind == Kind.FETCH_ADD:
+                if kind == FETCH_ADD:
                     old = atomics.fetch_add(offset, first, deadline)
                 else:
                     old = atomics.compare_swap(offset, first, second, deadline)
             except Unavailable:
-                status = Status.HELD
-        return self._queue(REPLY.pack(number, status, old & WORD_MASK))
+                status = HELD
+        self._queue(_HEAD.pack(number, status, old))
 
-    def _leave(self, reason: Goodbye) -> None:
+    def _leave(self, reason: int) -> None:
         """Say goodbye in the place of the next reply, and nothing after it."""
-        self._queue(REPLY.pack(0, Status.GOODBYE, reason))
+        self._queue(_HEAD.pack(0, GOODBYE, reason))
         self._leaving = True
 
     def _queue(self, buffer: Buffer) -> None:

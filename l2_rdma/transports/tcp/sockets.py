@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import struct
 
-BUFFER_BYTES = 512 << 10
-"""In the kernel, each way; the system's limit may be lower."""
+SEND_BUFFER_BYTES = 512 << 10
+"""In the kernel, before the receiver takes them: enough for the delays of a network, and so few that they are
+still in the processor's cache when a receiver on the same host copies them."""
 SILENCE_MAX_S = 15
 """After so long without an acknowledgement, of data or of a keepalive, the other host counts as gone; so does
 a process that takes nothing off its socket for so long."""
@@ -23,7 +24,7 @@ def tune(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MAX_S * 1000)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 def bound_receive(stream: socket.socket, timeout_s: float) -> None:

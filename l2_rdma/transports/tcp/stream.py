@@ -16,7 +16,20 @@ from itertools import islice
 from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, KVCommError, Unavailable
 from l2_rdma.transports.port import Operation
-from l2_rdma.transports.tcp.protocol import NUMBER_MASK, REPLY, REQUEST, Kind, Status, goodbye_error
+from l2_rdma.transports.tcp.protocol import (
+    ATOMICS,
+    DONE,
+    GOODBYE,
+    HEAD_BYTES_MAX,
+    HELD,
+    NUMBER_MASK,
+    READ,
+    REPLY_HEADS,
+    REQUEST,
+    WRITE,
+    goodbye_error,
+    reply_head,
+)
 
 REPLIES_AT_ONCE = 128
 REPLY_BYTES_AT_ONCE = 4 << 20
@@ -24,42 +37,49 @@ REQUESTS_AT_ONCE = 256
 BIN_BYTES = 256 << 10
 OWED_BYTES_MAX = 64 << 20
 """So much of late replies is thrown away at most; a new channel is cheaper."""
-_OWED_EACH_BYTES = 4096
-"""What a late reply counts for besides its bytes."""
+_EACH_BYTES = 4096
+"""What an operation counts for besides its bytes."""
 
+_ANY_HEAD = REPLY_HEADS[-1]
 _bin = memoryview(bytearray(BIN_BYTES))  # written by everybody, read by nobody
 
 
 class TcpOperation(Operation):
-    """An operation with its request, and where its reply goes."""
+    """An operation with its request, and where its reply goes.
 
-    __slots__ = ("data", "first", "kind", "number", "offset", "reply_bytes", "second", "view")
+    Args:
+        memory: where the bytes of a read go, what a write sends; ``None`` once the operation is over.
+    """
+
+    __slots__ = (
+        "first",
+        "head_bytes",
+        "kind",
+        "load_bytes",
+        "memory",
+        "number",
+        "offset",
+        "reply_bytes",
+        "second",
+    )
 
     def __init__(
-        self,
-        kind: Kind,
-        deadline: float,
-        offset: int,
-        first: int,
-        second: int = 0,
-        *,
-        view: memoryview | None = None,
-        data: memoryview | None = None,
+        self, kind: int, deadline: float, offset: int, first: int, second: int, memory: memoryview | None
     ) -> None:
         super().__init__(deadline)
         self.kind = kind
+        self.number = 0
         self.offset = offset
         self.first = first
         self.second = second
-        self.number = 0
-        self.view = view
-        """Where the bytes of a read go; ``None`` once it is over."""
-        self.data = data
-        self.reply_bytes = first if kind == Kind.READ else 0
+        self.memory = memory
+        self.reply_bytes = first if kind == READ else 0
+        self.head_bytes = reply_head(self.reply_bytes).size
+        self.load_bytes = _EACH_BYTES + (first if memory is not None else 0)
 
     def end(self, error: KVCommError | None, value: int = 0) -> None:
         """Once; later ends change nothing."""
-        self.view = self.data = None
+        self.memory = None
         if self.done:
             return
         if error is None:
@@ -81,9 +101,9 @@ class Stream:
         self._awaited: deque[TcpOperation] = deque()
         self._got_bytes = 0  # of the first awaited one's reply
         self._next_number = 0
-        self._head = bytearray(REPLIES_AT_ONCE * REPLY.size)
-        whole = memoryview(self._head)
-        self._heads = [whole[at : at + REPLY.size] for at in range(0, len(whole), REPLY.size)]
+        self._heads_memory = bytearray(REPLIES_AT_ONCE * HEAD_BYTES_MAX)
+        whole = memoryview(self._heads_memory)
+        self._heads = [whole[at : at + HEAD_BYTES_MAX] for at in range(0, len(whole), HEAD_BYTES_MAX)]
 
     @property
     def idle(self) -> bool:
@@ -95,8 +115,7 @@ class Stream:
         return len(self._unsent) + len(self._awaited)
 
     def put(self, operations: Sequence[TcpOperation]) -> None:
-        for operation in operations:
-            self.load_bytes += _load(operation)
+        self.load_bytes += sum([operation.load_bytes for operation in operations])
         self._unsent.extend(operations)
 
     def send(self, now: float) -> bool:
@@ -143,7 +162,7 @@ class Stream:
     def finish(self, count: int) -> None:
         """Forget the first ``count``, whose replies have come."""
         for _ in range(count):
-            self.load_bytes -= _load(self._awaited.popleft())
+            self.load_bytes -= self._awaited.popleft().load_bytes
 
     def deadline(self) -> float:
         """The earliest of those that are not over."""
@@ -158,14 +177,14 @@ class Stream:
             if operation.deadline <= now:
                 operation.end(error)
             if operation.done:
-                owed_bytes += operation.reply_bytes + _OWED_EACH_BYTES
+                owed_bytes += operation.reply_bytes + _EACH_BYTES
         if owed_bytes > OWED_BYTES_MAX:
             return Unavailable("the pool does not answer")
         if self._unsent and self._sent_bytes and self._unsent[0].deadline <= now:
             return Unavailable("the pool takes nothing more: a request could not be sent in time")
         for operation in self._unsent:
             if operation.deadline <= now:
-                self.load_bytes -= _load(operation)
+                self.load_bytes -= operation.load_bytes
                 operation.end(error)
         self._unsent = deque(each for each in self._unsent if not each.done)
         return None
@@ -189,8 +208,8 @@ class Stream:
                 break
             each.number = (self._next_number + index) & NUMBER_MASK
             batch.append(REQUEST.pack(each.kind, each.number, each.offset, each.first, each.second))
-            if each.data is not None:
-                batch.append(each.data)
+            if each.kind == WRITE and each.memory is not None:
+                batch.append(each.memory)
         skip = self._sent_bytes
         while skip:
             first = len(batch[0])
@@ -205,7 +224,7 @@ class Stream:
         sent += self._sent_bytes
         while self._unsent:
             each = self._unsent[0]
-            size = REQUEST.size + (0 if each.data is None else each.data.nbytes)
+            size = REQUEST.size + (each.first if each.kind == WRITE else 0)
             if sent < size:
                 break
             sent -= size
@@ -218,19 +237,19 @@ class Stream:
         places: list[memoryview] = []
         got, size = self._got_bytes, 0
         for index, operation in enumerate(expected):
-            head = self._heads[index]
-            if got < REPLY.size:
-                places.append(head[got:] if got else head)
-                got = REPLY.size
-            missing = operation.reply_bytes - (got - REPLY.size)
+            head_bytes = operation.head_bytes
+            if got < head_bytes:
+                places.append(self._heads[index][got:head_bytes])
+                got = head_bytes
+            missing = operation.reply_bytes - (got - head_bytes)
             if missing:
-                view = operation.view
+                view = operation.memory
                 if view is None:
                     places.append(_bin[:missing])
                     if missing > BIN_BYTES:
                         break
                 else:
-                    places.append(view[got - REPLY.size :] if got > REPLY.size else view)
+                    places.append(view[got - head_bytes :] if got > head_bytes else view)
             size += missing
             if size >= REPLY_BYTES_AT_ONCE:
                 break
@@ -241,21 +260,22 @@ class Stream:
         """What has come: ``got`` more bytes."""
         before, got = self._got_bytes, self._got_bytes + got
         ended = 0
-        for operation, head in zip(expected, self._heads, strict=False):
-            if got < REPLY.size:
+        heads = _ANY_HEAD.iter_unpack(self._heads_memory)
+        for operation, (number, status, value) in zip(expected, heads, strict=False):
+            head_bytes = operation.head_bytes
+            if got < head_bytes:
                 break
-            number, status, value = REPLY.unpack(head)
-            if before < REPLY.size:
+            if before < head_bytes:
                 error = _breach(operation, number, status, value)
                 if error is not None:
                     return ended, error
-            if got < REPLY.size + operation.reply_bytes:
+            whole = head_bytes + operation.reply_bytes
+            if got < whole:
                 break
-            got -= REPLY.size + operation.reply_bytes
+            got -= whole
             before = 0
             ended += 1
-            held = status == Status.HELD
-            operation.end(Unavailable("the word is held by somebody else") if held else None, value)
+            operation.end(None if status == DONE else Unavailable("somebody else holds the word"), value)
         if ended and got:
             self._heads[0][:] = self._heads[ended]
         self._got_bytes = got
@@ -268,17 +288,14 @@ class Stream:
         return Unavailable("the pool has closed the connection")
 
 
-def _load(operation: TcpOperation) -> int:
-    moved = operation.first if operation.kind in (Kind.READ, Kind.WRITE) else 0
-    return moved + _OWED_EACH_BYTES
-
-
 def _breach(operation: TcpOperation, number: int, status: int, value: int) -> KVCommError | None:
     """Why this cannot be the head of the operation's reply."""
-    if status == Status.GOODBYE:
+    if number == operation.number:
+        if operation.kind in ATOMICS:
+            if status in (DONE, HELD):
+                return None
+        elif status == DONE and value == operation.first:
+            return None
+    if status == GOODBYE:
         return goodbye_error(value)
-    atomic = operation.kind in (Kind.FETCH_ADD, Kind.COMPARE_SWAP)
-    known = status == Status.DONE or (status == Status.HELD and atomic)
-    if number != operation.number or not known or not (atomic or value == operation.first):
-        return Corrupt("the pool's replies do not go with our requests")
-    return None
+    return Corrupt("the pool's replies do not go with our requests")

@@ -9,7 +9,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import msgspec
 
@@ -19,15 +18,15 @@ from l2_rdma.transports.poll import PollLoop
 from l2_rdma.transports.port import Ask, Operation, TransportName
 from l2_rdma.transports.tcp.channel import TcpChannel
 from l2_rdma.transports.tcp.protocol import (
+    GOODBYE,
     HELLO,
     MAGIC,
-    REPLY,
     WELCOME,
-    Status,
     TcpAnswer,
     TcpOffer,
     TcpProposal,
     goodbye_error,
+    reply_head,
 )
 from l2_rdma.transports.tcp.sockets import bound_receive, tune
 from l2_rdma.transports.tcp.stream import Stream
@@ -37,6 +36,7 @@ BLOCK_S = 0.002
 """How long others may have to wait while the replies of the only busy stream are received in one call."""
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_SLEEP_MAX_S = 3600.0  # epoll counts milliseconds in 31 bits
 _NEVER = float("inf")
 
 
@@ -61,13 +61,14 @@ class TcpTransport:
         self._earliest = _NEVER
         self._wakes_at = -_NEVER  # of the polling thread, if it sleeps
         self._closed = False
+        self._over = False  # and nobody polls any more
 
     def register(self, buffer: memoryview) -> TcpRegistration:
+        self._require_open()
         return TcpRegistration(buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> TcpChannel:
-        if self._closed or not self.ours:
-            raise ValueError("the transport is closed, or was made by the process this one was forked from")
+        self._require_open()
         try:
             where = msgspec.msgpack.decode(offer, type=TcpOffer)
             proposal = msgspec.msgpack.encode(TcpProposal(self._stream_count))
@@ -85,24 +86,39 @@ class TcpTransport:
             raise
         channel = TcpChannel(self, header, streams)
         with self._lock:
-            for stream in streams:
+            for stream in streams if not self._closed else ():
                 self._channels[stream.socket.fileno()] = channel, stream
                 self._epoll.register(stream.socket.fileno(), _IN)
+        if self._closed:
+            channel.close()
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
         self._loop.wait(operations)
 
     def close(self) -> None:
-        if self._closed:
+        if not self.ours:
+            self._abandon()
             return
-        self._closed = True
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             channels = {channel for channel, _ in self._channels.values()}
         for channel in channels:
             channel.close()
         self.wake()
-        with self._polling if self.ours else nullcontext():
+        with self._polling, self._lock:
+            self._over = True
+            self._epoll.close()
+            os.close(self._alarm)
+
+    def _abandon(self) -> None:
+        """In a forked child: only the descriptors are its own, and no lock can be trusted."""
+        if not self._over:
+            self._closed = self._over = True
+            for channel, _ in self._channels.values():
+                channel.close()
             self._epoll.close()
             os.close(self._alarm)
 
@@ -147,22 +163,27 @@ class TcpTransport:
         with self._lock:
             self._busy.discard(stream)
             self._sending.discard(stream)
-            del self._channels[stream.socket.fileno()]
-            self._epoll.unregister(stream.socket.fileno())
+            if self._channels.pop(stream.socket.fileno(), None) is not None:
+                self._epoll.unregister(stream.socket.fileno())  # closing does not, if a fork has it too
             stream.socket.close()
 
     def wake(self) -> None:
         """Whoever polls looks at its operations again."""
-        if self.ours:
-            os.eventfd_write(self._alarm, 1)
+        with self._lock:
+            if not self._over:
+                os.eventfd_write(self._alarm, 1)
+
+    def _require_open(self) -> None:
+        if self._closed or not self.ours:
+            raise ValueError("the transport is closed, or was made by the process this one was forked from")
 
     def _poll(self, timeout_s: float) -> None:
         with self._polling:
-            if self._closed:
+            if self._over:
                 return
             now = self._clock()
             with self._lock:
-                until = min(now + timeout_s, self._earliest)
+                until = min(now + min(timeout_s, _SLEEP_MAX_S), self._earliest)
                 self._wakes_at = until
             events = self._epoll.poll(max(0.0, until - now))
             self._wakes_at = -_NEVER
@@ -215,14 +236,13 @@ class TcpTransport:
         tune(connected)
         connected.settimeout(self._left_s(deadline))
         connected.sendall(hello)
-        start = self._receive_whole(connected, REPLY.size, deadline)
-        if not start.startswith(MAGIC):
-            number, status, reason = REPLY.unpack(start)
-            if (number, status) == (0, Status.GOODBYE):
+        welcome = self._receive_whole(connected, WELCOME.size, deadline)
+        magic, incarnation, region_bytes = WELCOME.unpack(welcome)
+        if magic != MAGIC:
+            number, status, reason = reply_head(0).unpack(welcome)
+            if (number, status) == (0, GOODBYE):
                 raise goodbye_error(reason)
             raise Corrupt("what answers on the pool's port does not speak this protocol")
-        welcome = start + self._receive_whole(connected, WELCOME.size - REPLY.size, deadline)
-        _, incarnation, region_bytes = WELCOME.unpack(welcome)
         if (incarnation, region_bytes) != (header.incarnation, header.layout.region_bytes):
             raise Unavailable("another life of the pool answers on its port; ask it for its offers anew")
         bound_receive(connected, BLOCK_S)

@@ -33,10 +33,12 @@ from l2_rdma.transports.port import (
     check_word,
     outside,
 )
+from l2_rdma.transports.verbs.binding import explain
 from l2_rdma.transports.verbs.bounce import Piece
 from l2_rdma.transports.verbs.hub import TICKET_BITS, Hub
 from l2_rdma.transports.verbs.pair import Endpoint, Pair
 from l2_rdma.transports.verbs.registered import RegisteredMemory
+from l2_rdma.transports.verbs.requests import Local
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +135,9 @@ class VerbsChannel:
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
         check_read(extents, into)
         with self._hub.lock:
+            late = self._hub.clock() >= deadline
             operations = [
-                self._begin("read", extent, view, deadline)
+                self._begin("read", extent, view, deadline, late)
                 for extent, view in zip(extents, into, strict=True)
             ]
             self._post_waiting()
@@ -151,9 +154,10 @@ class VerbsChannel:
             if extent.offset < 0 or offset < 0 or offset + extent.length > memory.length:
                 raise ValueError(f"{extent} does not fit at {offset} of {memory.length} bytes")
         with self._hub.lock:
+            late = self._hub.clock() >= deadline
             operations = []
             for extent, (memory, offset) in zip(extents, into, strict=True):
-                operation, error = self._admitted(extent, deadline)
+                operation, error = self._admitted(extent, deadline, late)
                 if error is None:
                     self._split_registered(Task(operation, "read"), extent, memory, memory.address + offset)
                 operations.append(operation)
@@ -166,7 +170,8 @@ class VerbsChannel:
         if not view.c_contiguous:
             raise ValueError("what is written must be contiguous")
         with self._hub.lock:
-            operation = self._begin("write", extent, view, deadline)
+            late = self._hub.clock() >= deadline
+            operation = self._begin("write", extent, view, deadline, late)
             self._post_waiting()
         return operation
 
@@ -238,7 +243,10 @@ class VerbsChannel:
             hub.drain(self._number, lambda: not self._posted, DRAIN_S_MAX)
         except self._binding.Error as failure:
             _log.debug("a queue pair could not be stopped, so it is destroyed at once: %s", failure)
-        self._pair.close()
+        try:
+            self._pair.close()
+        except self._binding.Error as failure:
+            _log.error("a queue pair of a device that is going away: %s", failure)
         hub.forget_completions(self._number)
         hub.places += len(self._posted)
         for request in [each for _, each in self._posted] + list(self._waiting):
@@ -248,16 +256,16 @@ class VerbsChannel:
         self.earliest_deadline = math.inf
         hub.leave(self._number)
 
-    def _begin(self, kind: Kind, extent: Extent, view: memoryview, deadline: float) -> Operation:
+    def _begin(self, kind: Kind, extent: Extent, view: memoryview, deadline: float, late: bool) -> Operation:
         """Cut an operation into requests, if it may begin at all."""
-        operation, error = self._admitted(extent, deadline)
+        operation, error = self._admitted(extent, deadline, late)
         if error is not None:
             return operation
         task = Task(operation, kind)
         memory, address = None, 0
         if not self._hub.memory.empty:
             address = address_of(view, writable=kind == "read")
-            memory = self._hub.memory.find(address, view.nbytes)
+            memory = self._hub.memory.find(address, view.nbytes, writable=kind == "read")
         if memory is not None:
             self._split_registered(task, extent, memory, address)
             return operation
@@ -280,7 +288,8 @@ class VerbsChannel:
 
     def _atomic(self, kind: Kind, offset: int, deadline: float, compare_add: int, swap: int) -> Operation:
         with self._hub.lock:
-            operation, error = self._admitted(Extent(offset, WORD_BYTES), deadline)
+            late = self._hub.clock() >= deadline
+            operation, error = self._admitted(Extent(offset, WORD_BYTES), deadline, late)
             assert self._remote is not None
             if error is None and not self._remote.atomics:
                 operation.fail(Refused(f"the RDMA device {self._hub.device.report.device} has no atomics"))
@@ -292,13 +301,13 @@ class VerbsChannel:
                 self._post_waiting()
         return operation
 
-    def _admitted(self, extent: Extent, deadline: float) -> tuple[Operation, KVCommError | None]:
+    def _admitted(self, extent: Extent, deadline: float, late: bool) -> tuple[Operation, KVCommError | None]:
         """A new operation; if it cannot begin it has failed already, for this reason."""
         if self._hub.closed and self._broken is None:
             raise ValueError("the transport is the parent process's: make one of your own")
         operation = Operation(deadline)
         error = self._broken or outside(self.header, *extent)
-        if error is None and self._hub.clock() >= deadline:
+        if error is None and late:
             error = Unavailable("its time was over before it began")
         if error is not None:
             operation.fail(error)
@@ -319,6 +328,7 @@ class VerbsChannel:
             self._hub.turn()
         else:
             self.pump()
+            self._hub.take()  # over a short wire it may be over already
 
     def _next_batch(self) -> list[Request]:
         """The requests for which there is room, with their local memory."""
@@ -342,33 +352,32 @@ class VerbsChannel:
             self._ticket += 1
             self._posted.append((self._ticket, request))
         self._hub.places -= len(batch)
-        chain: list[Any] = []
+        lent: list[tuple[Local, Any]] = []
         following: Any = None
         try:
             for index in reversed(range(len(batch))):
-                signaled = index == len(batch) - 1 or index % SIGNAL_EVERY == SIGNAL_EVERY - 1
-                following = self._work_request(batch[index], first_ticket + index, signaled, following)
-                chain.append(following)
+                last = index == len(batch) - 1
+                following = self._work_request(batch[index], last, following, lent)
+                following.wr_id = self._number << TICKET_BITS | (first_ticket + index)
+                signaled = last or index % SIGNAL_EVERY == SIGNAL_EVERY - 1
+                following.send_flags = self._signaled if signaled else 0
             self._pair.post(following)
         except self._binding.Error as error:
             # How far it got is not known for sure; destroying the queue pair makes that irrelevant.
-            self.break_for(Unavailable(f"the RDMA device takes no more work: {error}"))
+            self.break_for(Unavailable(f"the RDMA device takes no more work: {explain(error)}"))
         finally:
-            for each in chain:
-                each.close()  # pyverbs frees what it holds only then; the device has its own copy
+            self._hub.requests.give_back(lent)
 
-    def _work_request(self, request: Request, ticket: int, signaled: bool, following: Any) -> Any:
-        binding, remote, kind = self._binding, self._remote, request.task.kind
+    def _work_request(
+        self, request: Request, last: bool, following: Any, lent: list[tuple[Local, Any]]
+    ) -> Any:
+        remote, kind = self._remote, request.task.kind
         assert remote is not None
         key = self._hub.piece_key if request.memory is None else request.memory.key
-        work = binding.SendWR(
-            wr_id=self._number << TICKET_BITS | ticket,
-            opcode=self._opcodes[kind],
-            num_sge=1,
-            sg=[binding.SGE(request.address, request.length, key)],
-            send_flags=self._signaled if signaled else 0,
-            next_wr=following,
-        )
+        local = Local(request.address, request.length, key, last)
+        work = self._hub.requests.take(local, following)
+        lent.append((local, work))
+        work.opcode = self._opcodes[kind]
         address = remote.address + request.offset
         if kind in ("read", "write"):
             work.set_wr_rdma(remote.key, address)

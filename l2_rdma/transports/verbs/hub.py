@@ -26,10 +26,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from l2_rdma.transports.verbs.binding import event_channel
+from kvcomm.errors import KVCommError, Unavailable
+from l2_rdma.transports.verbs.binding import event_channel, explain
 from l2_rdma.transports.verbs.bounce import Arena
 from l2_rdma.transports.verbs.device import Device, in_child, no_device_error
 from l2_rdma.transports.verbs.registered import MemoryTable
+from l2_rdma.transports.verbs.requests import WorkRequests
 
 QUEUE_PLACES = 4096
 """Completions of all channels together."""
@@ -62,6 +64,10 @@ class Listener(Protocol):
         """End what is overdue, and say anew when the next is."""
         ...
 
+    def break_for(self, error: KVCommError) -> None:
+        """End everything."""
+        ...
+
 
 class Hub:
     """The shared part of one device's channels.  Thread-safe.
@@ -79,6 +85,7 @@ class Hub:
         self.lock: Any = threading.RLock()
         self.arena = Arena()
         self.memory = MemoryTable(self.lock)
+        self.requests = WorkRequests(device.binding)
         self.places = 0
         """Of the completion queue, that are free."""
         self.closed = False
@@ -88,6 +95,7 @@ class Hub:
         self._ended_count = 0
         self._seen_count = 0
         self._sleeper: int | None = None
+        self._lost: Unavailable | None = None
         self._parts: list[Any] = []
         try:
             with no_device_error(device.binding, "the RDMA device cannot serve this process"):
@@ -112,16 +120,30 @@ class Hub:
             if self.closed:
                 return False
             before = self._ended_count
-            for ticket, status in self._reap():
-                listener = self._listeners.get(ticket >> TICKET_BITS)
-                if listener is not None:
-                    listener.completed(ticket & _TICKET_MASK, status)
+            self._take()
             now = self.clock()
             for listener in list(self._listeners.values()):
                 if now >= listener.earliest_deadline:
                     listener.expire(now)
-                listener.pump()
             return self._ended_count != before
+
+    def take(self) -> None:
+        """Take what has completed and post what waits; not a look at the clock, which is a system call in
+        some guests."""
+        with self.lock:
+            if not self.closed:
+                self._take()
+
+    def _take(self) -> None:
+        for ticket, status in self._reap():
+            listener = self._listeners.get(ticket >> TICKET_BITS)
+            if listener is not None:
+                listener.completed(ticket & _TICKET_MASK, status)
+        for listener in list(self._listeners.values()):
+            if self._lost is None:
+                listener.pump()
+            else:
+                listener.break_for(self._lost)
 
     def drain(self, number: int, is_over: Callable[[], bool], limit_s: float) -> None:
         """Poll for the completions of one channel that is being stopped, until ``is_over`` or the limit; the
@@ -168,6 +190,7 @@ class Hub:
             if self.closed:
                 return
             self.memory.close_all()
+            self.requests.close()
             self.closed = True
             for part in reversed(self._parts):
                 part.close()
@@ -207,10 +230,18 @@ class Hub:
         """Every completion that there is: ticket (with its channel's number) and status."""
         taken, self._backlog = self._backlog, []
         while True:
-            count, completions = self.queue.poll(POLL_BATCH)
+            try:
+                count, completions = self.queue.poll(POLL_BATCH)
+            except self.device.binding.Error as error:
+                self._lose(error)
+                return taken
             taken += [(each.wr_id, each.status) for each in completions]
             if count < POLL_BATCH:
                 return taken
+
+    def _lose(self, error: Exception) -> None:
+        """The device cannot be used any more (unplugged, its driver unloaded)."""
+        self._lost = Unavailable(f"the RDMA device {self.device.report.device} is gone: {explain(error)}")
 
     def _sleep(self, timeout_s: float) -> None:
         with self.lock:
@@ -237,7 +268,10 @@ class Hub:
         ready = [descriptor for descriptor, _ in self._events.poll(math.ceil(limit_s * 1000))]
         with self.lock:
             if self._descriptor in ready and not self.closed:
-                self._channel.get_cq_event(self.queue)
-                self.queue.ack_events(1)
+                try:
+                    self._channel.get_cq_event(self.queue)
+                    self.queue.ack_events(1)
+                except self.device.binding.Error as error:
+                    self._lose(error)
         if self._wake in ready:
             os.eventfd_read(self._wake)

@@ -7,11 +7,13 @@ need a message anyway.)
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from typing import Any
 
 import msgspec
 
+from kvcomm.errors import Corrupt
 from l2_rdma.transports.verbs.device import Device
 
 TIMEOUT_EXPONENT = 14
@@ -22,6 +24,7 @@ _RNR_RETRY_COUNT = 6
 _RNR_TIMER = 12  # 0.64 ms; one-sided work meets no missing receive, but the field wants a value
 _HOP_LIMIT = 64
 _PSN_BITS = 24
+MTUS = (256, 512, 1024, 2048, 4096)
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +39,21 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     reads: int
     """READs and atomics of the peer that this end answers at once."""
     message_bytes_max: int
+
+
+def check(endpoint: Endpoint, node: str) -> Endpoint:
+    """Raises ``Corrupt`` unless it can be connected to."""
+    numbers = max(endpoint.queue_pair, endpoint.packet_number) < 1 << _PSN_BITS and (
+        min(endpoint.queue_pair, endpoint.packet_number) >= 0 and 0 <= endpoint.lid < 1 << 16
+    )
+    amounts = endpoint.mtu_bytes in MTUS and endpoint.reads > 0 and endpoint.message_bytes_max > 0
+    try:
+        ipaddress.IPv6Address(endpoint.gid)
+    except ValueError:
+        numbers = False
+    if not (numbers and amounts):
+        raise Corrupt(f"{node} describes its end of an RDMA connection wrongly: {endpoint}")
+    return endpoint
 
 
 class Pair:
@@ -84,7 +102,7 @@ class Pair:
         attributes.pkey_index = 0
         self._queue_pair.to_init(attributes)
         attributes.ah_attr = self._path(peer)
-        attributes.path_mtu = (min(peer.mtu_bytes, report.mtu_bytes) // 128).bit_length() - 1
+        attributes.path_mtu = MTUS.index(min(peer.mtu_bytes, report.mtu_bytes)) + 1
         attributes.dest_qp_num = peer.queue_pair
         attributes.rq_psn = peer.packet_number
         attributes.max_dest_rd_atomic = report.max_reads
@@ -94,6 +112,7 @@ class Pair:
         attributes.retry_cnt = RETRY_COUNT
         attributes.rnr_retry = _RNR_RETRY_COUNT
         attributes.sq_psn = self._packet_number
+        # Left at 0, a READ would never complete, without an error; more than the peer answers breaks it.
         attributes.max_rd_atomic = min(report.max_reads, peer.reads)
         self._queue_pair.to_rts(attributes)
 

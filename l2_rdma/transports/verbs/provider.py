@@ -22,7 +22,7 @@ from kvcomm.errors import ConfigError, Corrupt, Refused, Unavailable
 from l2_rdma.region import Region
 from l2_rdma.transports.port import TransportName
 from l2_rdma.transports.verbs.device import Device, DeviceReport, in_child, no_device_error
-from l2_rdma.transports.verbs.pair import Endpoint, Pair
+from l2_rdma.transports.verbs.pair import Endpoint, Pair, check
 
 CHANNELS_PER_HOLDER_MAX = 8
 """A holder that opens more loses its oldest: a client that reconnects does not pile up queue pairs."""
@@ -79,7 +79,7 @@ class VerbsProvider:
 
     def open(self, holder: int, tenant: bytes, proposal: bytes) -> bytes:
         try:
-            peer = msgspec.msgpack.decode(proposal, type=Endpoint)
+            peer = check(msgspec.msgpack.decode(proposal, type=Endpoint), "a client")
         except msgspec.DecodeError as error:
             raise Corrupt(f"a proposal of verbs that is none: {error}") from error
         if self._closed:

@@ -19,10 +19,13 @@ class RegisteredMemory:
         table: where it is found, and whose lock it uses.
     """
 
-    def __init__(self, region: Any, owner: Any, address: int, length: int, table: MemoryTable) -> None:
+    def __init__(
+        self, region: Any, owner: Any, address: int, length: int, table: MemoryTable, *, writable: bool = True
+    ) -> None:
         self.key: int = region.lkey
         self.address = address
         self.length = length
+        self.writable = writable
         self._region = region
         self._owner = owner
         self._table = table
@@ -79,11 +82,11 @@ class MemoryTable:
                 self._by_start[start] = memory
                 insort(self._starts, start)
 
-    def find(self, address: int, length: int) -> RegisteredMemory | None:
-        """What covers all of it; with the lock held."""
+    def find(self, address: int, length: int, *, writable: bool) -> RegisteredMemory | None:
+        """What covers all of it, and may be written to if need be; with the lock held."""
         for start in reversed(self._starts[: bisect_right(self._starts, (address, self._number))]):
             memory = self._by_start[start]
-            if address + length <= memory.address + memory.length:
+            if address + length <= memory.address + memory.length and memory.writable >= writable:
                 return memory
         return None
 

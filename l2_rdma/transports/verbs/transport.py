@@ -16,6 +16,7 @@ from l2_rdma.transports.port import Ask, Extent, Operation, TransportName
 from l2_rdma.transports.verbs.channel import VerbsChannel
 from l2_rdma.transports.verbs.device import Device, DeviceReport, no_device_error
 from l2_rdma.transports.verbs.hub import Hub
+from l2_rdma.transports.verbs.pair import check
 from l2_rdma.transports.verbs.provider import VerbsAnswer, VerbsOffer
 from l2_rdma.transports.verbs.registered import RegisteredMemory
 
@@ -57,7 +58,9 @@ class VerbsTransport:
             self._require_open()
             with no_device_error(self._device.binding, f"{buffer.nbytes} bytes cannot be registered"):
                 region = self._device.binding.MR(self._hub.domain, buffer.nbytes, rights, address=address)
-            memory = RegisteredMemory(region, buffer, address, buffer.nbytes, self._hub.memory)
+            memory = RegisteredMemory(
+                region, buffer, address, buffer.nbytes, self._hub.memory, writable=not buffer.readonly
+            )
             self._hub.memory.add(memory)
         return memory
 
@@ -105,7 +108,7 @@ class VerbsTransport:
             with self._hub.lock:
                 self._require_open()
                 with no_device_error(self._device.binding, "the queue pair cannot be connected"):
-                    channel.connect(answer.endpoint, answer.address, answer.key)
+                    channel.connect(check(answer.endpoint, header.node), answer.address, answer.key)
                 self._channels = [each for each in self._channels if each.broken is None]
                 self._channels.append(channel)
             self._try(channel, there, header, deadline)
@@ -117,7 +120,8 @@ class VerbsTransport:
     def wait(self, operations: Sequence[Operation]) -> None:
         if self._hub.closed and not all(operation.done for operation in operations):
             raise ValueError("the transport is closed")
-        self._loop.wait(operations)
+        if not all(operation.done for operation in operations):
+            self._loop.wait(operations)
 
     def close(self) -> None:
         with self._hub.lock:

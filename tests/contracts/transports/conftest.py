@@ -94,7 +94,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reasons: dict[str, str] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
-            transport = dict(report.user_properties).get(_PROPERTY)
+            transport = dict(getattr(report, "user_properties", [])).get(_PROPERTY)
             if transport is None:
                 continue
             counts[transport][outcome] += 1

@@ -23,11 +23,13 @@ import msgspec
 from kvcomm.block import Incarnation
 from kvcomm.errors import KVCommError
 from l2_rdma.copying import address_of
-from l2_rdma.layout import plan_layout
+from l2_rdma.layout import RegionLayout, plan_layout
 from l2_rdma.region import Region, reclaim_stale
+from l2_rdma.slotmemory import FileSlots, SlotMemory
 from l2_rdma.transports.cuda.gpu import Gpu
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.cuda.runtime import open_gpu
+from l2_rdma.transports.cuda.slots import DeviceSlots
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import Provider, WireOptions
 from tests.l2_rdma.regions import TENANT
@@ -64,23 +66,26 @@ def _pattern(incarnation: int) -> bytes:
 class HostMemory:
     """A region of shared memory."""
 
-    def __init__(self, directory: Path, incarnation: int) -> None:
+    def __init__(self, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> None:
         self.region = Region.create(
             directory,
             instance="tests",
             node="peer",
             tenant=TENANT,
             incarnation=Incarnation(incarnation),
-            layout=LAYOUT,
+            layout=layout,
         )
         self.region.back(1 << 40)
-        self.poke(LAYOUT.slots_offset, expected(incarnation, 0, READ_BYTES))
 
     def peek(self, offset: int, length: int) -> bytes:
         return bytes(self.region.memory[offset : offset + length])
 
     def poke(self, offset: int, data: bytes) -> None:
         self.region.memory[offset : offset + len(data)] = data
+
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return FileSlots(self.region.memory)
 
     def close(self) -> None:
         self.region.close()
@@ -89,7 +94,7 @@ class HostMemory:
 class DeviceMemory:
     """A region with its slots on a GPU, or on one of plain memory."""
 
-    def __init__(self, gpu: Gpu, directory: Path, incarnation: int) -> None:
+    def __init__(self, gpu: Gpu, directory: Path, incarnation: int, layout: RegionLayout) -> None:
         self._region = CudaRegion.create(
             directory,
             gpu,
@@ -97,14 +102,13 @@ class DeviceMemory:
             node="peer",
             tenant=TENANT,
             incarnation=Incarnation(incarnation),
-            layout=LAYOUT,
+            layout=layout,
         )
         self._stream = gpu.stream()
         self.region = self._region.file
-        self.poke(LAYOUT.slots_offset, expected(incarnation, 0, READ_BYTES))
 
     def peek(self, offset: int, length: int) -> bytes:
-        on_host = max(0, min(LAYOUT.slots_offset - offset, length))
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, length))
         rest = memoryview(bytearray(length - on_host))
         if rest.nbytes:
             self._stream.copy(address_of(rest), self._region.address(offset + on_host), rest.nbytes)
@@ -112,12 +116,16 @@ class DeviceMemory:
         return bytes(self.region.memory[offset : offset + on_host]) + bytes(rest)
 
     def poke(self, offset: int, data: bytes) -> None:
-        on_host = max(0, min(LAYOUT.slots_offset - offset, len(data)))
+        on_host = max(0, min(self.region.header.layout.slots_offset - offset, len(data)))
         self.region.memory[offset : offset + on_host] = data[:on_host]
         rest = memoryview(data)[on_host:]
         if rest.nbytes:
             self._stream.copy(self._region.address(offset + on_host), address_of(rest), rest.nbytes)
             self._stream.wait()
+
+    def slots(self) -> SlotMemory:
+        """For an owner."""
+        return DeviceSlots(self._region)
 
     def close(self) -> None:
         self._stream.close()
@@ -127,20 +135,25 @@ class DeviceMemory:
 Memory = HostMemory | DeviceMemory
 
 
-def open_memory(transport: str, directory: Path, incarnation: int) -> Memory:
+def open_memory(transport: str, directory: Path, incarnation: int, layout: RegionLayout = LAYOUT) -> Memory:
     """What a peer of this transport serves."""
     if transport == "cuda":
-        return DeviceMemory(open_gpu(), directory, incarnation)
+        return DeviceMemory(open_gpu(), directory, incarnation, layout)
     if transport == "cuda-plain":
-        return DeviceMemory(HostGpu(directory), directory, incarnation)
-    return HostMemory(directory, incarnation)
+        return DeviceMemory(HostGpu(directory), directory, incarnation, layout)
+    return HostMemory(directory, incarnation, layout)
 
 
-class _Desk:
-    """Answers the questions of one peer's holders."""
+class Answers:
+    """Answers the questions of a peer's holders.
 
-    def __init__(self, memory: Memory, provider: Provider) -> None:
-        self._memory = memory
+    Args:
+        more: questions of the peer's own, by verb: the function gets the holder and the arguments.
+    """
+
+    def __init__(
+        self, memory: Memory, provider: Provider, more: dict[str, Callable[..., Any]] | None = None
+    ) -> None:
         self._provider = provider
         self._verbs: dict[str, Callable[..., Any]] = {
             "meet": lambda holder: [provider.offer(), memory.region.header.pack()],
@@ -151,6 +164,7 @@ class _Desk:
             "who": lambda holder: holder,
             "shut": lambda holder: provider.close(),
             "facts": lambda holder: [len(os.listdir("/proc/self/fd")), threading.active_count()],
+            **(more or {}),
         }
 
     def answer(self, holder: int, packet: bytes) -> bytes:
@@ -164,58 +178,73 @@ class _Desk:
         self._provider.close_holder(holder)
 
 
-def serve(transport: str, directory: Path, incarnation: int) -> None:
-    """Until standard input ends."""
-    reclaim_stale(directory)  # of the peer whose place this one takes
-    memory = open_memory(transport, directory, incarnation)
-    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_DEVICE", ""))
+class Listening:
+    """The control socket in ``directory``."""
+
+    def __init__(self, directory: Path, answers: Answers) -> None:
+        (directory / CONTROL).unlink(missing_ok=True)
+        self._answers = answers
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(str(directory / CONTROL))
+        self._socket.listen()
+        self._holders: dict[Any, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
+
+    def step(self, timeout_s: float | None = None) -> bool:
+        """Answer what was asked, having waited so long for something; whether to go on: until standard input
+        ends."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is sys.stdin:
+                return False
+            if key.fileobj is self._socket:
+                connection, _ = self._socket.accept()
+                self._holders[connection] = len(self._holders) + 1
+                self._selector.register(connection, selectors.EVENT_READ)
+            else:
+                self._answer(key.fileobj)
+        return True
+
+    def _answer(self, connection: Any) -> None:
+        holder = self._holders[connection]
+        try:
+            packet = connection.recv(PACKET_BYTES_MAX + 1024)
+        except OSError:
+            packet = b""
+        if packet:
+            with suppress(OSError):
+                connection.send(self._answers.answer(holder, packet))
+            return
+        self._selector.unregister(connection)
+        self._answers.ended(holder)
+        connection.close()
+
+
+def open_provider(transport: str, memory: Memory) -> Provider | None:
+    """``None``: it does not run here, and the test is told why."""
+    options = WireOptions(rdma_device=os.environ.get("KVCOMM_TEST_RDMA_PEER_DEVICE", ""))
     name = transport.removesuffix("-plain")
     found = find_providers([name], memory.region, options)
     if found.refused:
         say(refused=found.refused[name])
-        memory.close()
-        return
-    provider = next(iter(found.running.values()))
-    (directory / CONTROL).unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(str(directory / CONTROL))
-        listening.listen()
+        return None
+    return next(iter(found.running.values()))
+
+
+def serve(transport: str, directory: Path, incarnation: int) -> None:
+    """Until standard input ends."""
+    reclaim_stale(directory)  # of the peer whose place this one takes
+    memory = open_memory(transport, directory, incarnation)
+    memory.poke(LAYOUT.slots_offset, expected(incarnation, 0, READ_BYTES))
+    provider = open_provider(transport, memory)
+    if provider is not None:
+        listening = Listening(directory, Answers(memory, provider))
         say(incarnation=incarnation)
-        _answer_all(listening, _Desk(memory, provider))
-    provider.close()
+        while listening.step():
+            pass
+        provider.close()
     memory.close()
-
-
-def _answer_all(listening: socket.socket, desk: _Desk) -> None:
-    holders: dict[socket.socket, int] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(listening, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:
-                    return
-                if key.fileobj is listening:
-                    connection, _ = listening.accept()
-                    holders[connection] = len(holders) + 1
-                    selector.register(connection, selectors.EVENT_READ)
-                    continue
-                connection = key.fileobj  # type: ignore[assignment]
-                packet = _received(connection)
-                if packet:
-                    with suppress(OSError):
-                        connection.send(desk.answer(holders[connection], packet))
-                else:
-                    selector.unregister(connection)
-                    desk.ended(holders[connection])
-                    connection.close()
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(PACKET_BYTES_MAX + 1024)
-    except OSError:
-        return b""
 
 
 def say(**facts: Any) -> None:

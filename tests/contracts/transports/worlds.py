@@ -73,6 +73,11 @@ def open_transport(name: str) -> Transport:
     return next(iter(found.running.values()))
 
 
+def served_as(name: str) -> str:
+    """What a pool calls this transport."""
+    return name.removesuffix("-plain")
+
+
 def environment() -> dict[str, str]:
     """Of a process that the tests start: ours, and this checkout's modules."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -122,13 +127,18 @@ class Control:
 
 
 class Peer:
-    """An owner of a region that can be killed, paused and restarted."""
+    """An owner of a region that can be killed, paused and restarted.
 
-    def __init__(self, transport: str, directory: Path, incarnation: int) -> None:
+    Args:
+        module: what it runs (``tests.contracts.transports.peer``, or another with the same arguments).
+    """
+
+    def __init__(self, transport: str, directory: Path, incarnation: int, module: str = "peer") -> None:
         self.directory = directory
+        self.transport = transport
         self.incarnation = incarnation
         self._controls: list[Control] = []
-        command = [sys.executable, "-m", "tests.contracts.transports.peer"]
+        command = [sys.executable, "-m", f"tests.contracts.transports.{module}"]
         self._process = subprocess.Popen(
             [*command, transport, str(directory), str(incarnation)],
             cwd=ROOT,
@@ -183,10 +193,12 @@ class World:
         return open_transport(self.name)
 
     @contextmanager
-    def peer(self, incarnation: int = 21, *, instead_of: Peer | None = None) -> Iterator[Peer]:
+    def peer(
+        self, incarnation: int = 21, *, instead_of: Peer | None = None, module: str = "peer"
+    ) -> Iterator[Peer]:
         """``instead_of``: one that was killed, whose place the new one takes."""
         place = instead_of.directory if instead_of else Path(tempfile.mkdtemp(dir=self.directory))
-        peer = Peer(self.name, place, incarnation)
+        peer = Peer(self.name, place, incarnation, module)
         try:
             yield peer
         finally:

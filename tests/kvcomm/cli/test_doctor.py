@@ -45,6 +45,12 @@ def test_what_a_running_cluster_holds_is_not_missing(tmp_path: Path, monkeypatch
     assert [each.verdict for each in doctor._memory(CONFIG)] == ["ok"]
 
 
+def test_pools_in_gpu_memory_want_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, tmp_path, 1 << 20)
+    on_gpu = replace(CONFIG, cache=replace(CONFIG.cache, l2_device=0))
+    assert [each.verdict for each in doctor._memory(on_gpu)] == ["ok"]
+
+
 def test_a_host_without_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
     (finding,) = doctor._memory(CONFIG)
@@ -129,7 +135,7 @@ def test_a_program_is_told_the_same(run: Doctor) -> None:
     said = told(run("--json"))
     assert [said[f"transport {name}"]["verdict"] for name in HERE] == ["ok", "note", "ok", "ok"]
     assert said["transport shm"]["detail"]["used"] is True
-    assert said["transport verbs"]["detail"]["facts"] == FACTS | {"gdr": "no: no GPU"}
+    assert said["transport verbs"]["detail"]["facts"] == FACTS | {"gdr": "no", "GPUDirect": "no GPU here"}
     assert said["transport verbs"]["detail"]["latency_s"] == 3e-6
     assert said["transport cuda"]["detail"]["reason"].startswith("refused: cuda-bindings is not installed")
 

@@ -14,6 +14,7 @@ from kvcomm.cli.node import NodeProcess, StoreBackend
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance
 from l2_rdma import pool
+from l2_rdma.transports.cuda import runtime
 from l2_rdma.transports.port import WireOptions
 from tests.blockstores import DictStore
 
@@ -93,3 +94,20 @@ def test_a_pool_listens_and_uses_the_device_as_configured(
     asyncio.run(roles._pool(NodeProcess("roles", "pool-0", "pool", config), lifeline=False))
     assert given["addresses"][1:] == [listens]
     assert given["options"].wires == WireOptions(listen_host=host, rdma_device="rxe1")
+
+
+def test_a_pools_blocks_are_put_where_the_configuration_says(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    async def run_pool(**options: Any) -> None:
+        given.update(options)
+
+    monkeypatch.setattr(pool, "run_pool", run_pool)
+    monkeypatch.setattr(runtime, "open_gpu", lambda ordinal: f"gpu {ordinal}")
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text("cache: {l2_device: 'cuda:1', l2_size: 1GiB}\nnetwork: {transports: [cuda, tcp]}\n")
+    Instance.create("roles")
+    asyncio.run(roles._pool(NodeProcess("roles", "pool-0", "pool", config), lifeline=False))
+    assert given["options"].gpu == "gpu 1"

@@ -11,7 +11,7 @@ from kvcomm.cli.transports import PoolTrials, show_trials, try_all
 from kvcomm.cli.trials import Trial
 
 NAMES = ("shm", "cuda", "verbs", "tcp")
-FACTS = {"device": "mlx5_0", "mtu": "4096", "gid": "3 ::ffff:10.0.0.1 RoCE v2", "gdr": "no: no GPU here"}
+FACTS = {"device": "mlx5_0", "mtu": "4096", "gid": "3 RoCE v2", "gdr": "no"}
 TRIALS = {
     "shm": Trial("shm", "refused", "the pool is on another host"),
     "cuda": Trial("cuda", "failed", "the probe process of the client died with SIGSEGV"),
@@ -31,13 +31,13 @@ def printed(what: PoolTrials, width: int = 100) -> list[str]:
 
 
 def test_the_table_says_what_was_measured_and_the_lines_why_not() -> None:
-    assert printed(tried(), 120) == [
+    assert printed(tried(), 80) == [
         "transports to pool-0",
-        "transport  verdict   4 KiB      1 MiB  device   MTU  GID                        GPUDirect",
-        "shm        refused       -          -  -          -  -                          -",
-        "cuda       failed        -          -  -          -  -                          -",
-        "verbs      used     3.2 us  12.5 GB/s  mlx5_0  4096  3 ::ffff:10.0.0.1 RoCE v2  no: no GPU here",
-        "tcp        works    2.5 ms   110 MB/s  -          -  -                          -",
+        "transport  verdict   4 KiB      1 MiB  device   MTU  GID        GPUDirect",
+        "shm        refused       -          -  -          -  -          -",
+        "cuda       failed        -          -  -          -  -          -",
+        "verbs      used     3.2 us  12.5 GB/s  mlx5_0  4096  3 RoCE v2  no",
+        "tcp        works    2.5 ms   110 MB/s  -          -  -          -",
         "  shm: refused: the pool is on another host",
         "  cuda: the probe process of the client died with SIGSEGV",
         "  verbs atomics: HCA",

@@ -87,7 +87,7 @@ def test_a_crash_of_the_client_of_a_running_pool_is_one_too() -> None:
     assert trial.reason.startswith("the probe process of the client died with SIGSEGV")
 
 
-@pytest.mark.parametrize("transport", ["shm"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_runs_everywhere_works_between_processes(transport: str) -> None:
     trial = Trials(WireOptions()).between_processes(transport)
     assert trial.verdict == "works", trial.reason

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from kvcomm.cli import demo as command
@@ -42,3 +44,23 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["demo"])
     assert isinstance(done.exception, ConfigError) and "kvcomm[demo]" in str(done.exception)
+
+
+def test_the_only_transport_is_in_the_configuration_of_everybody(tmp_path: Path) -> None:
+    named = tmp_path / "named.yaml"
+    named.write_text("network: {request_timeout: 3s, transports: [shm]}\ncluster: {shards: 2}\n")
+    written = story.configuration(story.Options(config=named, transport="tcp"))
+    assert yaml.safe_load(written) == {
+        "network": {"request_timeout": "3s", "transports": ["tcp"]},
+        "cluster": {"shards": 2},
+    }
+    assert story.configuration(story.Options(config=named)) == named.read_text()
+    default = yaml.safe_load(story.configuration(story.Options(transport="verbs")))
+    assert default["network"] == {"transports": ["verbs"]} and default["cache"]["l2_size"] == "1GB"
+
+
+def test_a_transport_that_does_not_exist_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "tell", lambda options, say: report(transport=options.transport))
+    assert CliRunner().invoke(app, ["demo", "--transport", "tcp"]).exit_code == 0
+    done = CliRunner().invoke(app, ["demo", "--transport", "pigeon"])
+    assert isinstance(done.exception, ConfigError) and "shm, cuda, verbs, tcp" in str(done.exception)

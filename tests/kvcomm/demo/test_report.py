@@ -28,6 +28,7 @@ ROW = Row(
     logprob_difference=1e-5,
     refused_copies=0,
     text=" Paris",
+    l2_reads={"shm": 0, "tcp": 100},
 )
 FIRST = msgspec.structs.replace(
     ROW,
@@ -37,8 +38,11 @@ FIRST = msgspec.structs.replace(
     first_token_s=4.1,
     tokens_equal=None,
     logprob_difference=None,
+    l2_reads={},
 )
-FROM_L3 = msgspec.structs.replace(ROW, fetched_tokens={"l1": 0, "l2": 0, "l3": 1600}, first_token_s=0.5)
+FROM_L3 = msgspec.structs.replace(
+    ROW, fetched_tokens={"l1": 0, "l2": 0, "l3": 1600}, first_token_s=0.5, l2_reads={"shm": 0, "tcp": 0}
+)
 
 
 def report(*rows: Row, **changes: Any) -> Report:
@@ -76,6 +80,8 @@ def test_a_good_run() -> None:
         ((ROW, msgspec.structs.replace(FROM_L3, trouble="unavailable: gone")), {}, "unavailable: gone"),
         ((FIRST, ROW), {}, "nothing was fetched from L3"),
         ((FIRST, FROM_L3), {}, "nothing was fetched from L2"),
+        ((ROW, FROM_L3), {"transport": "shm"}, "100 blocks came from the pool through tcp, not through shm"),
+        ((ROW, FROM_L3), {"transport": "shm"}, "nothing came from the pool through shm"),
         ((ROW, FROM_L3), {"damaged_copies": 0}, "no copy was found"),
         ((ROW, FROM_L3), {"damaged_copies": 300}, "were not refused"),
         ((ROW, msgspec.structs.replace(FROM_L3, refused_copies=1)), {}, "nobody damaged"),
@@ -85,6 +91,13 @@ def test_what_fails_a_run(rows: tuple[Row, ...], changes: dict[str, Any], words:
     failed = report(*rows, **changes)
     assert any(words in problem for problem in failed.problems())
     assert failed.document()["ok"] is False
+
+
+def test_the_transport_that_was_asked_for_is_the_one_that_was_used() -> None:
+    asked = report(transport="tcp")
+    assert asked.problems() == []
+    assert asked.document()["transport"] == "tcp" and asked.document()["l2_reads"] == {"tcp": 100}
+    assert report().document()["transport"] is None
 
 
 def test_damage_that_is_refused_is_no_problem() -> None:

@@ -51,6 +51,28 @@ def test_every_agent_gets_the_right_text_and_notices_damage(command: list[str]) 
     assert "planner reads the shared text" in done.stderr
 
 
+def test_every_block_comes_through_the_transport_that_is_asked_for(command: list[str]) -> None:
+    done = subprocess.run(
+        [*command, "--json", "--transport", "tcp"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    document = json.loads(done.stdout)
+    assert document["ok"] is True and document["transport"] == "tcp"
+    assert list(document["l2_reads"]) == ["tcp"] and document["l2_reads"]["tcp"] >= 50
+
+
+def test_a_transport_that_the_pool_cannot_offer_is_told_before_anything_is_read(command: list[str]) -> None:
+    done = subprocess.run(
+        [*command, "--transport", "cuda"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode != 0
+    assert "cannot offer cuda" in done.stderr and "planner reads" not in done.stderr
+
+
 def test_an_interrupt_leaves_no_process(command: list[str]) -> None:
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcomm.errors import Unavailable
 from l2_rdma.transports.facts import facts_of
 from l2_rdma.transports.port import WireOptions
 
@@ -36,7 +37,8 @@ def test_the_device_that_is_used_is_described(monkeypatch: pytest.MonkeyPatch) -
     assert verbs(monkeypatch, Report("mlx5_0", firmware="22.36")) == {
         "device": "mlx5_0/1",
         "mtu": "4096",
-        "gid": "1 ::ffff:198.51.100.1 RoCE v2",
+        "gid": "1 RoCE v2",
+        "GID": "::ffff:198.51.100.1",
         "atomics": "hca",
         "on-demand paging": "no: a pool's memory is locked whole",
         "firmware": "22.36",
@@ -57,8 +59,13 @@ def test_the_configured_device_is_the_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_ipv6_gid_is_written_short(monkeypatch: pytest.MonkeyPatch) -> None:
     gid = "fe80:0000:0000:0000:0000:0000:0000:0001"
-    assert verbs(monkeypatch, Report("mlx5_0", gid=gid))["gid"] == "1 fe80::1 RoCE v2"
+    assert verbs(monkeypatch, Report("mlx5_0", gid=gid))["GID"] == "fe80::1"
 
 
 def test_wires_without_a_device_have_nothing_to_tell() -> None:
     assert facts_of("shm", WireOptions()) == facts_of("tcp", WireOptions()) == {}
+
+
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    with pytest.raises(Unavailable):
+        facts_of("cuda", WireOptions(cuda_device=10_000))

@@ -86,3 +86,16 @@ def test_a_bug_is_not_a_reason(module):
 
     with pytest.raises(TypeError, match="ours"):
         find_transports(["one"], OPTIONS)
+
+
+def test_slots_on_a_gpu_are_offered_by_the_wire_that_reaches_them_alone(module, make_pool):
+    region = make_pool().region
+    region.device = object()
+    module("cuda", make_provider=lambda region, options: "cuda")
+    module("tcp", make_provider=lambda region, options: "would serve holes")
+
+    found: Any = find_providers(["shm", "cuda", "tcp"], region, OPTIONS)
+
+    assert found.running == {"cuda": "cuda"}
+    assert set(found.refused) == {"shm", "tcp"}
+    assert "GPU" in found.refused["tcp"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_what_does_not_fit_is_refused():
 def test_a_layout_is_checked_against_the_namespace():
     caches, _ = engine_cache("KPTHD")
     layout = vllm_layout(caches)
-    options = {
+    options: dict[str, Any] = {
         "model": "m", "revision": "r", "tokenizer": "t", "vocab_size": 10, "dtype": "bfloat16", "layout":
         "LKHTD", "layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM, "block_tokens": 2 * PAGE_TOKENS,
         "rope": "none", "rope_parameters": {},

@@ -1,0 +1,30 @@
+from l2_rdma.ledger import NONE, Ledger, total
+from l2_rdma.reader import ReaderCounters
+
+
+def test_what_is_counted_outlives_the_attachment_and_never_goes_back() -> None:
+    ledger = Ledger()
+    first, second = ReaderCounters(hits=1), ReaderCounters(hits=10, hit_bytes=5)
+    ledger.attached("shm", first, [])
+    ledger.attached("tcp", second, ["shm", "verbs"])
+    first.hits += 1
+    assert {used: reads.hits for used, reads in ledger.reads().items()} == {"shm": 2, "tcp": 10}
+
+    ledger.detached(second, lost=True)
+    ledger.detached(second, lost=False)
+    third = ReaderCounters(hits=100)
+    ledger.attached("tcp", third, ["verbs"])
+    third.misses = 3
+
+    assert ledger.reads()["tcp"] == ReaderCounters(hits=110, misses=3, hit_bytes=5)
+    assert total(ledger.reads().values()).hits == 112
+    assert (ledger.attach_count, ledger.lost_count) == (3, 1)
+    assert ledger.fallbacks() == {("shm", "tcp"): 1, ("verbs", "tcp"): 2}
+
+
+def test_a_pool_that_nothing_reaches_is_a_fallback_to_nothing() -> None:
+    ledger = Ledger()
+    ledger.unusable(["verbs"])
+
+    assert ledger.fallbacks() == {("verbs", NONE): 1}
+    assert ledger.reads() == {}

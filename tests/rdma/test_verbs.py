@@ -1,0 +1,313 @@
+"""The transport of RDMA on real verbs: what the contract of all transports (tests/contracts/transports) does
+not ask for."""
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvcomm.errors import Refused, Unavailable
+from l2_rdma.layout import RegionHeader
+from l2_rdma.transports.port import Extent, WireOptions
+from l2_rdma.transports.verbs import device_reports, make_transport
+from l2_rdma.transports.verbs.provider import CHANNELS_PER_HOLDER_MAX, VerbsAnswer
+from tests.contracts.transports.peer import MIB, expected
+from tests.contracts.transports.worlds import Link, Peer, World, directory_for_regions
+from tests.peers import soon, until
+from tests.rdma.devices import devices
+
+pytestmark = [pytest.mark.rdma, pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with directory_for_regions() as directory:
+        yield World("verbs", directory)
+
+
+@pytest.fixture(scope="module")
+def peer(world: World) -> Iterator[Peer]:
+    with world.peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def link(world: World, peer: Peer) -> Iterator[Link]:
+    with world.link(peer) as link:
+        yield link
+
+
+@pytest.fixture
+def own_link(world: World) -> Iterator[Link]:
+    with world.peer(incarnation=31) as peer, world.link(peer) as link:
+        yield link
+
+
+def read(link: Link, at: int, into: memoryview) -> None:
+    """The peer's pattern, verified."""
+    [operation] = link.channel.read([Extent(link.slots + at, into.nbytes)], [into], soon())
+    link.transport.wait([operation])
+    assert operation.error is None
+    assert into == expected(link.peer.incarnation, at, into.nbytes)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_every_device_is_reported() -> None:
+    reports = device_reports()
+
+    assert sorted(report.device for report in reports) == devices()
+    assert {report.refused for report in reports} == {""}
+    for report in reports:
+        assert report.gid.startswith("0000:0000:0000:0000:0000:ffff:")
+        assert (report.gid_kind, report.link_layer) == ("RoCE v2", "Ethernet")
+        assert (report.mtu_bytes, report.atomics, report.on_demand) == (4096, "hca", False)
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(Unavailable, match=f"no RDMA device 'mlx5_77'.*{devices()[0]}"):
+        make_transport(WireOptions(rdma_device="mlx5_77"))
+
+
+@pytest.mark.parametrize("length", [1, 4097, MIB, 9 * MIB])
+def test_registered_memory_is_read_into_directly(link: Link, length: int) -> None:
+    around = memoryview(bytearray(length + 200))
+    with_mark = bytes(100)
+    registration = link.transport.register(around)
+    read(link, 3, around[100 : 100 + length])
+    assert around[:100] == around[-100:] == with_mark
+    registration.close()
+    registration.close()
+    read(link, 5, around[100 : 100 + length])  # by way of the arena
+
+
+def test_read_only_memory_is_written_from(link: Link) -> None:
+    data = memoryview(os.urandom(3 * MIB))
+    registration = link.transport.register(data)
+    writing = link.channel.write(Extent(link.scratch, data.nbytes), data, soon())
+    link.transport.wait([writing])
+
+    assert writing.error is None
+    assert link.control.peek(link.scratch, data.nbytes) == data
+    registration.close()
+
+
+def test_a_registration_keeps_its_memory(link: Link) -> None:
+    """The device goes on reading the pages of memory that was freed, and the allocator may use their
+    addresses for others."""
+    memory = bytearray(MIB)
+    registration = link.transport.register(memoryview(memory))
+    with pytest.raises(BufferError):
+        memory.extend(b"x")
+    registration.close()
+    gc.collect()
+    memory.extend(b"x")
+
+
+def tampered(link: Link, **changes: object) -> Link:
+    """A channel beside the link's whose pool answered with something else."""
+    offer, packed = link.control.ask("meet")
+    header = RegionHeader.unpack(packed)
+
+    def ask(proposal: bytes) -> bytes:
+        answer = msgspec.msgpack.decode(link.control.open(proposal), type=VerbsAnswer)
+        return msgspec.msgpack.encode(msgspec.structs.replace(answer, **changes))
+
+    return replace(link, channel=link.transport.connect(offer, header, ask, soon()))
+
+
+def test_a_wrong_key_is_found_out_when_connecting(link: Link) -> None:
+    with pytest.raises(Unavailable, match="does not give this memory"):
+        tampered(link, key=0xDEAD00)
+
+
+def test_what_is_behind_the_region_is_refused_by_the_device(link: Link) -> None:
+    """Our own check is told that the region is longer than it is."""
+    layout = replace(link.channel.header.layout, region_bytes=link.channel.header.layout.region_bytes + MIB)
+    link.channel.header = replace(link.channel.header, layout=layout)
+    into = memoryview(bytearray(64))
+    first, second = link.channel.read(
+        [Extent(layout.region_bytes - 64, 64), Extent(link.slots, 64)], [into, into], soon()
+    )
+    link.transport.wait([first, second])
+
+    assert isinstance(first.error, Refused)
+    assert isinstance(second.error, Unavailable)
+    assert isinstance(link.channel.broken, Unavailable)
+    link.control.connect(link.transport).close()  # the next one is as good as the first
+
+
+def test_memory_that_was_deregistered_is_refused(own_link: Link) -> None:
+    """As after a restart at the same address: an old key opens nothing."""
+    own_link.control.ask("shut")
+    into = memoryview(bytearray(64))
+    [reading] = own_link.channel.read([Extent(own_link.slots, 64)], [into], soon())
+    own_link.transport.wait([reading])
+
+    assert isinstance(reading.error, Unavailable)
+    assert into == bytes(64)
+
+
+@pytest.mark.slow
+def test_a_hundred_channels_leave_nothing_behind(link: Link) -> None:
+    into = memoryview(bytearray(4096))
+    hub = link.transport._hub  # type: ignore[attr-defined]
+    before, places = descriptors(), hub.places
+    registration = link.transport.register(into)
+    for number in range(100):
+        channel = link.control.connect(link.transport)
+        [reading] = channel.read([Extent(link.slots + number, 4096)], [into], soon())
+        if number % 2:
+            channel.close()
+        link.transport.wait([reading])
+        channel.close()
+    registration.close()
+
+    assert (descriptors(), hub.places, hub.arena.in_use) == (before, places, 0)
+
+
+def test_the_oldest_of_too_many_channels_is_closed_by_the_pool(own_link: Link) -> None:
+    for _ in range(CHANNELS_PER_HOLDER_MAX):
+        own_link.control.connect(own_link.transport)
+    [reading] = own_link.channel.read([Extent(0, 8)], [memoryview(bytearray(8))], soon())
+    own_link.transport.wait([reading])
+
+    assert isinstance(reading.error, Unavailable)
+
+
+def test_many_threads_share_one_queue(link: Link) -> None:
+    channels = [link.channel, link.control.connect(link.transport)]
+    wrong = []
+
+    def work(number: int) -> None:
+        into = memoryview(bytearray(2000))
+        for step in range(25):
+            at = 1000 * number + step
+            [reading] = channels[number % 2].read([Extent(link.slots + at, 2000)], [into], soon())
+            link.transport.wait([reading])
+            if reading.error or into != expected(link.peer.incarnation, at, 2000):
+                wrong.append((number, step, reading.error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_a_peer_that_dies_is_noticed_long_before_the_deadline(own_link: Link) -> None:
+    own_link.peer.kill()
+    begun = time.monotonic()
+    into = [memoryview(bytearray(512)) for _ in range(1000)]
+    reads = own_link.channel.read(
+        [Extent(own_link.slots + 512 * at, 512) for at in range(1000)], into, soon(60.0)
+    )
+    own_link.transport.wait(reads)
+
+    assert {type(operation.error) for operation in reads} == {Unavailable}
+    assert not any(map(any, into))
+    assert time.monotonic() - begun < 30.0, "retries take half a second"
+
+
+def test_a_waiter_sleeps_until_the_device_tells(own_link: Link) -> None:
+    """Its thread uses no processor while nothing happens: half a second of retries."""
+    own_link.peer.kill()
+    [reading] = own_link.channel.read([Extent(0, 8)], [memoryview(bytearray(8))], soon(60.0))
+    begun, used = time.monotonic(), time.thread_time()
+    own_link.transport.wait([reading])
+    took, used = time.monotonic() - begun, time.thread_time() - used
+
+    assert isinstance(reading.error, Unavailable)
+    assert used < took / 3
+
+
+def test_a_forked_child_closes_nothing_of_its_parents(link: Link) -> None:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            link.channel.close()
+            link.transport.close()
+            try:
+                link.transport.register(memoryview(bytearray(8)))
+            except ValueError:
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    read(link, 0, memoryview(bytearray(4096)))
+
+
+def test_a_forked_child_that_ends_like_any_program_neither(link: Link) -> None:
+    """It runs its finalizers and frees its objects."""
+    child = os.fork()
+    if not child:
+        channel = link.channel
+        del channel
+        gc.collect()
+        ctypes.pythonapi.Py_Exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    read(link, 0, memoryview(bytearray(4096)))
+
+
+def test_soft_roce_has_no_gpudirect(link: Link) -> None:
+    descriptor = os.memfd_create("no-dmabuf")
+    try:
+        with pytest.raises(Refused, match="cannot reach GPU memory"):
+            link.transport.register_dmabuf(descriptor, 0, 4096)  # type: ignore[attr-defined]
+    finally:
+        os.close(descriptor)
+    read(link, 0, memoryview(bytearray(64)))
+
+
+def test_reads_go_on_while_the_owner_is_stopped(own_link: Link) -> None:
+    read(own_link, 0, memoryview(bytearray(64)))
+    own_link.peer.pause()
+    for at in range(8):
+        read(own_link, at, memoryview(bytearray(100_000)))
+    counting = [own_link.channel.fetch_add(own_link.words, 3, soon()) for _ in range(5)]
+    own_link.transport.wait(counting)
+    assert [each.value for each in counting] == [0, 3, 6, 9, 12]
+
+
+def test_the_region_is_pinned_and_comes_back(world: World) -> None:
+    """The pages of a pool that was killed are free again: its kernel-side registration goes with it."""
+    shared = Path("/proc/meminfo")
+
+    def in_use() -> int:
+        lines = dict(line.split(":", 1) for line in shared.read_text().splitlines())
+        return int(lines["Shmem"].split()[0]) << 10
+
+    before = in_use()
+    with world.peer(incarnation=41) as peer:
+        assert in_use() - before > 30 * MIB
+        peer.kill()
+        for left in peer.directory.glob("kvcomm-*"):
+            left.unlink()
+        until(lambda: in_use() - before < 8 * MIB)
+
+
+def test_signals_do_not_disturb_a_wait(link: Link) -> None:
+    """A handler runs in between; the wait goes on."""
+    rung = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        until(lambda: bool(rung))
+        for at in range(20):
+            read(link, at, memoryview(bytearray(50_000)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
