@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from kvcomm.block import GENERATION_OFFSET
 from l2_rdma.fence import full_fence
-from l2_rdma.layout import PIN_SHARE_WORD, WORD_BYTES
+from l2_rdma.layout import PIN_SHARE_WORD, RESERVED_FLAG, WORD_BYTES
 from l2_rdma.region import Region
 
 _TYPES_MAX = 64
@@ -112,6 +113,10 @@ class PinTable:
         if self._mine:
             self._words[self._first + number] = 0
             self._returned.append(number)
+
+    def reserved(self, offset: int, generation: int) -> bool:
+        """Whether the slot, pinned for writing, is still the one that was granted with ``generation``."""
+        return self._words[(offset + GENERATION_OFFSET) // WORD_BYTES] == generation | RESERVED_FLAG
 
     def view(self, number: int, offset: int, size_bytes: int) -> memoryview:
         """The pinned bytes, read-only; the pin is the view's from now on.

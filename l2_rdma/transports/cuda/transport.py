@@ -188,6 +188,7 @@ class CudaChannel:
     def __init__(self, region: CudaRegion, locked: LockedMemory, clock: Callable[[], float]) -> None:
         self.header = region.header
         self.region = region
+        self.file = region.file
         self._locked = locked
         self._clock = clock
         self._stream = region.gpu.stream()
