@@ -238,6 +238,8 @@ class _Item:
     """Where the try before led, and whether the slot was stable."""
     tries: int = 0
     posted: bool = False
+    to_post: bool = False
+    """Whether its next read goes out with those of the others."""
     done: bool = False
     block: Block | None = None
 
@@ -265,6 +267,7 @@ class Fetch:
         self._started = False
         self._next = 0  # items below have been posted
         self._active: list[_Item] = []
+        self._to_post: list[tuple[_Item, Extent, memoryview]] = []
         self._held_bytes = 0
         """Of copies under way or not taken yet."""
         self._held_count = 0
@@ -298,7 +301,9 @@ class Fetch:
             self._pump(position, deadline)
             if not item.done:
                 before = self._items[min(self._next, position)]  # it may not have been posted yet
-                self._reader._transport.wait(item.waits_for() or before.waits_for())
+                awaited = item.waits_for() or before.waits_for()
+                if awaited:  # else what was posted just now is done already
+                    self._reader._transport.wait(awaited)
 
     def give_up(self) -> None:
         """Whatever is not there is a miss; what is under way arrives nowhere."""
@@ -328,13 +333,14 @@ class Fetch:
         while self._next < len(self._items) and (self._next <= wanted or self._has_room()):
             item = self._items[self._next]
             if item.known is None and item.waits_for():
-                return
+                break
             self._next += 1
             self._held_count += 1
             item.posted = True
             self._step(item, until)
             if not item.done:
                 self._active.append(item)
+        self._post(until)
 
     def _has_room(self) -> bool:
         if not self._held_count:
@@ -345,13 +351,13 @@ class Fetch:
 
     def _step(self, item: _Item, until: float) -> None:
         """As far as it gets without waiting."""
-        while not item.done and not item.waits_for():
+        while not item.done and not item.to_post and not item.waits_for():
             if item.check is not None:
                 self._judge(item, until)
             elif self._reader.failure is not None:
                 self._give_up(item)  # nothing new is posted any more
             elif item.slot is not None:
-                self._check(item, until)
+                self._check(item)
             else:
                 self._read(item, until)
 
@@ -376,19 +382,44 @@ class Fetch:
             return
         item.copy, item.posted_at = reader._allocate(hint.copy_bytes), reader._clock()
         self._held_bytes += item.held_bytes
-        [item.slot] = reader.channel.read([Extent(hint.offset, hint.copy_bytes)], [item.copy], until)
+        self._will_read(item, Extent(hint.offset, hint.copy_bytes), item.copy)
 
-    def _check(self, item: _Item, until: float) -> None:
-        """The slot has arrived: see whether it is still the same, and verify it meanwhile."""
-        reader, copy = self._reader, item.copy
-        assert item.slot is not None and item.found is not None and copy is not None
+    def _check(self, item: _Item) -> None:
+        """The slot has arrived: see whether it is still the same."""
+        assert item.slot is not None and item.found is not None
         if item.slot.error is not None:
             self._fail(item, item.slot.error, item.posted_at)
             return
+        item.word, item.posted_at = memoryview(bytearray(WORD_BYTES)), self._reader._clock()
+        offset = item.found.hint.offset + GENERATION_OFFSET
+        self._will_read(item, Extent(offset, WORD_BYTES), item.word)
+
+    def _will_read(self, item: _Item, extent: Extent, into: memoryview) -> None:
+        item.to_post = True
+        self._to_post.append((item, extent, into))
+
+    def _post(self, until: float) -> None:
+        """What all items want read, in one piece: sending each by itself may wake the peer as often.  While
+        the generation words are on their way, the payloads are verified."""
+        posting, self._to_post = self._to_post, []
+        if not posting:
+            return
+        items, extents, views = zip(*posting, strict=True)
+        operations = self._reader.channel.read(extents, views, until)
+        for item, operation in zip(items, operations, strict=True):
+            item.to_post = False
+            if item.slot is None:
+                item.slot = operation
+            else:
+                item.check = operation
+        for item in items:
+            if item.check is not None:
+                self._verify(item)
+
+    def _verify(self, item: _Item) -> None:
+        reader, copy = self._reader, item.copy
+        assert item.found is not None and copy is not None
         hint = item.found.hint
-        item.word, item.posted_at = memoryview(bytearray(WORD_BYTES)), reader._clock()
-        extent = Extent(hint.offset + GENERATION_OFFSET, WORD_BYTES)
-        [item.check] = reader.channel.read([extent], [item.word], until)
         word = int.from_bytes(copy[GENERATION_OFFSET:HEADER_BYTES], "little")
         item.intact, item.header = reader._verify.current(word, hint.generation), None
         if item.intact:
