@@ -330,9 +330,9 @@ def test_a_run_is_three_posts_however_long_it_is(wire: Wire) -> None:
     posts: list[int] = []
     post = wire.read
 
-    def counted(extents: Sequence[Extent], *where: Any) -> list[Operation]:
+    def counted(extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
         posts.append(len(extents))
-        return post(extents, *where)
+        return post(extents, into, deadline)
 
     def all_at_once(operations: Sequence[Operation]) -> None:
         while wire.held:
