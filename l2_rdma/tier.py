@@ -293,9 +293,7 @@ class L2Tier:
         mine: Statuses = {}
         for batch in _batches(absent, copies):
             limit = self._options.zero_copy_threshold_bytes
-            large = [
-                index for index in batch if attachment.by_reference and copies[index].copy_bytes >= limit
-            ]
+            large = [index for index in batch if copies[index].copy_bytes >= limit]
             left: list[int] = []
             if isinstance(attachment, Mapped):
                 left = yield from self._put_by_reference(attachment, address, copies, large, mine)

@@ -15,18 +15,13 @@ import pytest
 
 from kvcomm.rpc import AsyncPeers, run_async, run_blocking
 from kvcomm.steps import Park, Work
-from l2_rdma.layout import WORD_BYTES
 from l2_rdma.rack import Pool, Rack
 from l2_rdma.remote import RemoteReader
 from l2_rdma.tier import L2Tier
-from l2_rdma.transports import cuda
-from l2_rdma.transports.cuda.transport import CudaChannel, CudaTransport
-from l2_rdma.transports.port import Extent
 from l2_rdma.wires import Wires
 from tests.l2_rdma.pools import PoolProcess, PoolThread, pool_process, pool_thread
 from tests.l2_rdma.regions import key_of, payload_of
 from tests.l2_rdma.test_tier import LARGE, SMALL, Agent, attachment_of, copy_of
-from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 from tests.peers import IDENTITY, dead_address, soon, until
 
 NODES = ("pool-0", "pool-1", "pool-2")
@@ -456,26 +451,3 @@ def test_a_forked_child_attaches_to_all_for_itself(
 
     assert list(agent.get(*numbers, 99)) == [*numbers, 99]
     assert agent.tier.stats().lost_count == 0, "what the child closed was its own"
-
-
-def test_what_is_mapped_and_not_pinned_is_not_written_to(
-    tmp_path: Path, runtime_dir: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody could stop a late writer to GPU memory: its blocks go over the data wire."""
-    monkeypatch.setattr(cuda, "make_transport", lambda options: CudaTransport(HostGpu()))
-    written: list[int] = []
-    write = CudaChannel.write
-
-    def watched(channel: CudaChannel, extent: Extent, *arguments: Any) -> Any:
-        written.append(extent.length)
-        return write(channel, extent, *arguments)
-
-    monkeypatch.setattr(CudaChannel, "write", watched)
-    pool = stack.enter_context(pool_thread(tmp_path, transports=("cuda",), gpu=HostGpu(runtime_dir)))
-    agent = agent_of([pool], "cuda", stack)
-
-    assert agent.put(*(copy_of(number) for number in range(8))) == ["stored"] * 8
-
-    assert list(agent.get(*range(8))) == list(range(8))
-    assert agent.view("pool-0").transport == "cuda"
-    assert max(written, default=0) <= WORD_BYTES, "marks alone"
