@@ -8,7 +8,7 @@ is what this measures.
 Both are the shipped tier, once with a threshold below every block and once above; what it never does over a
 wire, asking for a block, is done with the message that shards are asked with.  Every size is timed in the
 same rounds.  A get is what a fetch does: a lookup, then the blocks.  What decides is the *life* of a block:
-put once, in a run, as a publish of a prefix does it, and got once, in a run.
+put once, in a run, as a publish of a prefix does it, and got once, in a run, the way the tier does.
 """
 
 from __future__ import annotations
@@ -101,11 +101,10 @@ class Crossover:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def recommended_bytes(self) -> int | None:
-        """From which size on the life of a block costs no more by reference, over every transport; ``None``
-        if over one of them even the largest goes better inline."""
-        lives = [curve.crossover_bytes() for curve in self.curves if curve.verb == "life"]
-        known = [size for size in lives if size is not None]
-        return max(known) if known and len(known) == len(lives) else None
+        """Where the life of a block of this host's pool crosses, for there the setting decides both of its
+        parts; ``None`` if that was not measured, or even the largest goes better inline."""
+        lives = [curve for curve in self.curves if (curve.transport, curve.verb) == ("shm", "life")]
+        return lives[0].crossover_bytes() if lives else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,19 +144,26 @@ def measure(transport: str, scale: Scale, sizes: Sequence[int]) -> list[Curve]:
                     get, put = (_names(cast("Verb", f"{verb}{of_a_run}"))[at] for verb in ("get", "put"))
                     calls.append(reader.get(get, _runs(keys, count_of_blocks)))
                     calls.append(writer.put(put, _Fresh(count_of_blocks, size_bytes)))
-            rounds = with_lives(interleave(calls, rounds=scale.rounds, turn_s=scale.turn_s))
+            rounds = interleave(calls, rounds=scale.rounds, turn_s=scale.turn_s)
+            rounds = with_lives(rounds, gets_inline=transport == "shm")
             for curve in curves:
                 curve.pairs.insert(0, _pair(rounds, curve.verb, size_bytes))
     return curves
 
 
-def with_lives(rounds: Rounds) -> Rounds:
-    """The same rounds, with what the life of a block took in each (by the round's medians)."""
+def with_lives(rounds: Rounds, *, gets_inline: bool) -> Rounds:
+    """The same rounds, with what the life of a block took in each (by the round's medians).
+
+    Args:
+        gets_inline: whether the tier has an inline get; it reads one-sided over every wire.
+    """
+    put, get = (_names(verb) for verb in LIFE)
+    parts = [(put[0], get[0]), (put[1], get[1] if gets_inline else get[0])]
     seconds = dict(rounds.seconds)
-    for life, *parts in zip(_names("life"), *map(_names, LIFE), strict=True):
+    for life, both in zip(_names("life"), parts, strict=True):
         seconds[life] = [
             [sum(median(taken) for taken in one_round)]
-            for one_round in zip(*(rounds.seconds[part] for part in parts), strict=True)
+            for one_round in zip(*(rounds.seconds[part] for part in both), strict=True)
         ]
     return Rounds(seconds, rounds.load)
 

@@ -136,8 +136,8 @@ def _of_crossover(text: bytes) -> dict[str, str]:
 
 
 def crossings(found: crossover.Crossover) -> list[Line]:
-    """Time by reference over time inline."""
-    names = {"life": "life: put, then get"}
+    """Time by reference over time inline, of a block's life and its parts; the rest is in the tables."""
+    names = {"life": "put, then get"}
     transports = list(dict.fromkeys(curve.transport for curve in found.curves))
     return [
         Line(
@@ -146,9 +146,10 @@ def crossings(found: crossover.Crossover) -> list[Line]:
             [pair.ratio.median for pair in curve.pairs],
             OTHERS[transports.index(curve.transport)],
             bold=curve.verb == "life",
-            dashed=curve.verb == "get",
+            dashed=curve.verb.startswith("get"),
         )
         for curve in found.curves
+        if curve.verb in ("life", *crossover.LIFE)
     ]
 
 

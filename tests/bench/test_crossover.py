@@ -37,25 +37,24 @@ def test_they_cross_where_inline_wins_for_the_last_time(ratios: list[float], at:
     assert curve("get", *ratios).crossover_bytes() == at
 
 
-def test_the_default_suits_a_blocks_life_over_every_transport():
-    found = Crossover("m", "d", [curve("life", 1.1, 0.9, 0.8), curve("get", 0.5, 0.5, 0.5)])
-    assert found.recommended_bytes() == 128
-    found.curves.append(curve("life", 1.1, 1.1, 0.8, transport="tcp"))
-    assert found.recommended_bytes() == 256
-    found.curves.append(curve("life", 1.1, 1.1, 1.1, transport="verbs"))
+def test_the_default_suits_a_blocks_life_in_this_hosts_pool():
+    found = Crossover("m", "d", [curve("life", 1.1, 1.1, 1.1, transport="tcp"), curve("get", 0.5, 0.5, 0.5)])
     assert found.recommended_bytes() is None
+    found.curves.append(curve("life", 1.1, 0.9, 0.8))
+    assert found.recommended_bytes() == 128
 
 
-def test_a_life_is_a_put_and_a_get_of_the_same_round():
+@pytest.mark.parametrize(("gets_inline", "lives"), [(True, [6.0, 60.0]), (False, [5.0, 50.0])])
+def test_a_life_is_a_put_and_a_get_of_the_same_round(gets_inline: bool, lives: list[float]):
     seconds = {
         "get of a run by reference": [[1.0, 1.0], [10.0]],
         "get of a run inline": [[2.0], [20.0]],
         "put of a run by reference": [[3.0, 5.0, 9.0], [30.0]],
         "put of a run inline": [[4.0], [40.0]],
     }
-    lives = with_lives(Rounds(seconds, (0.0, 0.0)))
-    assert lives.seconds["life by reference"] == [[6.0], [40.0]]
-    assert lives.seconds["life inline"] == [[6.0], [60.0]]
+    found = with_lives(Rounds(seconds, (0.0, 0.0)), gets_inline=gets_inline)
+    assert found.seconds["life by reference"] == [[6.0], [40.0]]
+    assert found.seconds["life inline"] == [[each] for each in lives]
 
 
 def test_it_survives_json_and_is_rendered():

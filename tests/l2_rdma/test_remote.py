@@ -325,6 +325,26 @@ def test_a_batched_lookup_is_one_round_of_reads(wire: Wire) -> None:
     assert posted < buckets, "and neighbours in one piece"
 
 
+def test_a_run_is_three_posts_however_long_it_is(wire: Wire) -> None:
+    wire.holding = True
+    posts: list[int] = []
+    post = wire.read
+
+    def counted(extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
+        posts.append(len(extents))
+        return post(extents, into, deadline)
+
+    def all_at_once(operations: Sequence[Operation]) -> None:
+        while wire.held:
+            wire.end_one()
+
+    wire.read, wire.wait = counted, all_at_once  # type: ignore[method-assign]
+    numbers = list(range(1, 13))
+
+    assert got(RemoteReader(wire, wire), *numbers) == numbers
+    assert posts[1:] == [12, 12], "the slots together, then their generation words"
+
+
 def test_operations_may_end_in_any_order(wire: Wire) -> None:
     wire.holding = True
     wire.pick = lambda: len(wire.held) - 1  # type: ignore[method-assign]
