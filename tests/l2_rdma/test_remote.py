@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockKey
+from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.errors import Corrupt, KVCommError, Unavailable
 from kvcomm.slabs import Slabs
 from kvcomm.tier import Block
@@ -234,6 +234,7 @@ class Wire:
         self.memory = pool.region.memory
         self.clock = clock
         self.extents: list[Extent] = []
+        self.batches: list[list[Extent]] = []
         self.written: list[tuple[Extent, bytes]] = []
         self.held: list[tuple[Operation, Extent, memoryview]] = []
         self.holding = False
@@ -245,6 +246,7 @@ class Wire:
 
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
         operations = []
+        self.batches.append(list(extents))
         for extent, view in zip(extents, into, strict=True):
             self.extents.append(extent)
             operations.append(Operation(deadline))
@@ -442,6 +444,47 @@ def test_a_long_run_streams_through_a_bounded_window(wire: Wire) -> None:
     assert seen[0] <= 3, "the first block is there long before the last is asked for"
     assert all(read <= position + 3 for position, read in enumerate(seen))
     assert seen[-1] == 12
+
+
+def test_a_run_is_posted_in_batches(wire: Wire) -> None:
+    """A wire may send what is posted together in one go; a hundred small reads cost a hundred calls else."""
+    wire.holding = True
+    assert got(RemoteReader(wire, wire), *range(1, 13)) == list(range(1, 13))
+
+    sizes = [{extent.length for extent in batch} for batch in wire.batches]
+    assert sum(COPY_BYTES in each for each in sizes) <= 2, "the slots"
+    assert sum(WORD_BYTES in each for each in sizes) <= 12
+    assert len(wire.batches) <= 14
+
+
+@pytest.mark.parametrize(("ahead_bytes", "at_most"), [(0, 1), (3 * COPY_BYTES, 4)])
+def test_what_is_waited_for_is_verified_first_and_little_beyond(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, at_most: int
+) -> None:
+    """A large block is not held up by those behind it; small ones do not come one by one."""
+    monkeypatch.setattr("l2_rdma.remote.VERIFY_AHEAD_BYTES", ahead_bytes)
+    looked: list[int] = []
+
+    class Counting(Verification):
+        def payload(self, header: BlockHeader, copy: memoryview) -> bool:
+            looked.append(int.from_bytes(copy[HEADER_BYTES : HEADER_BYTES + 8], "little"))
+            return super().payload(header, copy)
+
+    fetch = RemoteReader(wire, wire, verify=Counting()).fetch(keys_of(*range(1, 13)))
+    wire.holding = True
+    fetch.start(soon())
+    while wire.held:
+        wire.end_one()
+    fetch.pump(soon())  # the generations
+    while wire.held:
+        wire.end_one()
+    looked.clear()
+    fetch.advance(5, soon())
+
+    assert 6 in looked and len(looked) <= at_most
+    while not all(fetch.done(position) for position in range(12)):
+        fetch.advance(next(position for position in range(12) if not fetch.done(position)), soon())
+    assert sorted(looked) == sorted({*looked}), "each once"
 
 
 def test_a_block_larger_than_the_window_goes_alone(wire: Wire) -> None:
