@@ -348,11 +348,12 @@ class Fetch:
                 self._step(item, until)
             self._active = [item for item in self._active if not item.done]
             self._admit(wanted, until)
-            if not self._post(until):
-                return
+            some_done = self._post(until)
             mine = self._items[wanted] if wanted >= 0 else None
             if mine is not None and mine.stage == "checking" and not mine.done:
                 self._verify(mine)  # while the generation word is on its way
+            if not some_done:
+                return
 
     def _admit(self, wanted: int, until: float) -> None:
         while self._next < len(self._items) and (self._next <= wanted or self._has_room()):

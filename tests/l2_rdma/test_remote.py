@@ -487,6 +487,21 @@ def test_what_is_waited_for_is_verified_first_and_little_beyond(
     assert sorted(looked) == sorted({*looked}), "each once"
 
 
+def test_a_copy_is_verified_while_its_generation_is_on_its_way(wire: Wire) -> None:
+    wire.holding = True
+    story: list[str] = []
+
+    class Telling(Verification):
+        def payload(self, header: BlockHeader, copy: memoryview) -> bool:
+            story.append("verified")
+            return super().payload(header, copy)
+
+    wire.after = lambda extent: story.append(f"{extent.length}")
+
+    assert RemoteReader(wire, wire, verify=Telling()).read(key_of(1), soon()) is not None
+    assert story[-3:] == [f"{COPY_BYTES}", "verified", f"{WORD_BYTES}"]
+
+
 def test_a_block_larger_than_the_window_goes_alone(wire: Wire) -> None:
     assert got(RemoteReader(wire, wire, window_bytes=1), *range(1, 13)) == list(range(1, 13))
     assert WINDOW_BLOCKS > 1
