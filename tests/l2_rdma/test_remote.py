@@ -542,6 +542,15 @@ def test_what_had_arrived_before_a_failure_is_given_out(wire: Wire, pool: Shared
     assert got(RemoteReader(wire, wire), 1, 2, 3, 4, 5) == [1, 2, 3]
 
 
+def test_a_deadline_that_has_passed_is_a_miss_and_the_channel_stays(pool: SharedPool) -> None:
+    reader = over_shm(pool)
+
+    assert reader.lookup(keys_of(1), time.monotonic()) == [None]
+    assert reader.read(key_of(1), time.monotonic() - 1) is None
+    assert reader.failure is None and reader.counters.unavailable == 1
+    assert got(reader, 1) == [1]
+
+
 def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing_of_it(wire: Wire) -> None:
     now = [100.0]
 
@@ -557,7 +566,7 @@ def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing
         assert reader.lookup(keys_of(1, 2), begun + deadline_s) == [None, None]
         assert all(operation.deadline == wire.until for operation, _, _ in wire.held)
         assert now[0] - begun == pytest.approx(expected_s)
-        assert reader.silent == silent
+        assert (reader.failure is not None, reader.silent) == (silent, silent)
 
 
 def test_runs_are_what_follows_each_other_and_no_longer_than_a_piece() -> None:
