@@ -281,9 +281,9 @@ class NetworkConfig:
     zero_copy_threshold_bytes: int = _setting(
         "zero_copy_threshold", _bytes, "4KB",
         "Blocks of this size and more go by reference: who reads on the pool's host gets a pinned view, who "
-        "writes reserves room, writes into it and publishes it. Smaller ones are handed out as a copy and put "
-        "in one message, which costs less than the second question; a view is cheaper than a copy at every "
-        "size. Measured in [benchmarks](benchmarks.md). `0` makes every block a view.",
+        "writes reserves room, writes into it and publishes it. Smaller ones are handed out as a copy and "
+        "put in one message, which costs less than the second question; a view is cheaper than a copy at "
+        "every size. Measured in [benchmarks](benchmarks.md). `0` makes every block a view.",
     )  # fmt: skip
     transports: tuple[str, ...] = _setting(
         "transports", _transports, [*TRANSPORTS],

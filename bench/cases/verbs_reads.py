@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bench.channels import channel, mapped
-from bench.peers.bare_verbs import BARE_READ, bare_verbs
+from bench.peers.bare_verbs import BARE_READ, BARE_READ_MADE, bare_verbs
 from bench.pool import pools
 from bench.report import Report
 from bench.scale import Scale, size_name
@@ -38,16 +38,17 @@ def run(scale: Scale) -> Report:
         small = interleave(
             [
                 repeated(bare.one(SMALL_BYTES), IN_A_ROW),
+                repeated(bare.making(SMALL_BYTES), IN_A_ROW),
                 repeated(reads.of(VERBS, extents), IN_A_ROW),
             ],
             rounds=scale.rounds,
             turn_s=scale.turn_s,
         )
     report.add(large, size_name(LARGE_BYTES), {VERBS_RUN: bare_run.name})
-    report.add(small, size_name(SMALL_BYTES), {VERBS: BARE_READ})
-    share, over = large.ratio(bare_run.name, VERBS_RUN), small.ratio(VERBS, BARE_READ)
+    report.add(small, size_name(SMALL_BYTES), {VERBS: BARE_READ_MADE, BARE_READ_MADE: BARE_READ})
+    share, over = large.ratio(bare_run.name, VERBS_RUN), small.ratio(VERBS, BARE_READ_MADE)
     what = f"{IN_FLIGHT} reads of {size_name(LARGE_BYTES)} at once over verbs, share of bare READs' bandwidth"
     report.claim(what, ">=", SHARE_MIN, "x", share)
-    what = f"read of {size_name(SMALL_BYTES)} over verbs, over a bare READ"
+    what = f"read of {size_name(SMALL_BYTES)} over verbs, over a bare READ and its request"
     report.claim(what, "<=", TIMES_MAX, "x", over)
     return report

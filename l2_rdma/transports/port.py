@@ -23,11 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvcomm.block import Buffer
 from kvcomm.errors import KVCommError, Refused
 from l2_rdma.layout import WORD_BYTES, WORD_MASK, RegionHeader
+
+if TYPE_CHECKING:
+    from l2_rdma.region import Region
 
 TransportName = Literal["shm", "cuda", "verbs", "tcp"]
 
@@ -118,6 +121,15 @@ class Channel(Protocol):
     def close(self) -> None:
         """What is under way fails.  Idempotent."""
         ...
+
+
+@runtime_checkable
+class MappedChannel(Protocol):
+    """A channel to memory that this process has mapped.  A mapping cannot be taken back: whoever writes
+    through
+    it pins the slot meanwhile, in the hazard words of ``file`` (``l2_rdma.hazards``)."""
+
+    file: Region
 
 
 Ask = Callable[[bytes], bytes]

@@ -19,7 +19,7 @@ from l2_rdma.transports.port import (
     outside,
 )
 from l2_rdma.transports.tcp.protocol import ATOMICS, COMPARE_SWAP, FETCH_ADD, READ, WRITE
-from l2_rdma.transports.tcp.stream import Stream, TcpOperation
+from l2_rdma.transports.tcp.stream import Stream, TcpOperation, broke
 
 if TYPE_CHECKING:
     from l2_rdma.transports.tcp.transport import TcpTransport
@@ -110,7 +110,9 @@ class TcpChannel:
                 if self._broken is not None:
                     return
                 expected = stream.first_awaited()
-            ended, error = stream.receive(expected, block=block and bool(expected))
+                ended, error = 0, None if expected else stream.unexpected()
+            if expected:
+                ended, error = stream.receive(expected, block=block)
             with self._posting:
                 stream.finish(ended)
                 if stream.idle:
@@ -137,7 +139,7 @@ class TcpChannel:
         return operation
 
     def _post(self, operations: list[TcpOperation], deadline: float) -> None:
-        now = self._transport.now()
+        now = self._transport.now() if self._transport.ours else deadline
         error = self._refusal(deadline, now)
         if error is not None:
             for operation in operations:
@@ -188,7 +190,13 @@ class TcpChannel:
         """Which stream carries what: the least loaded one gets the next."""
         if len(self.streams) == 1:
             return [(self.streams[0], operations)]
-        return [(min(self.streams, key=lambda stream: stream.load_bytes), operations)]
+        loads = {stream: stream.load_bytes for stream in self.streams}
+        shares: dict[Stream, list[TcpOperation]] = {}
+        for operation in operations:
+            stream = min(loads, key=loads.__getitem__)
+            loads[stream] += operation.load_bytes
+            shares.setdefault(stream, []).append(operation)
+        return list(shares.items())
 
     def _send(self, stream: Stream, now: float) -> KVCommError | None:
         """Posting lock held."""
@@ -197,7 +205,7 @@ class TcpChannel:
         try:
             self._transport.want_to_send(stream, not stream.send(now))
         except OSError as error:
-            return Unavailable(f"the connection to the pool broke: {error.strerror or error}")
+            return broke(error)
         return None
 
 

@@ -38,6 +38,7 @@ _BACKLOG = 256
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPTS_PER_TURN = 32
 _STARVED_S = 0.05
+_WILDCARDS = ("", "0.0.0.0", "::")
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class TcpProvider:
     """The pool's side.  One thread serves all streams and sleeps while none has anything to say.
 
     Args:
-        host: a local address to listen on.
+        host: the local address, or its name, to listen on; clients are told to call it.
 
     Raises:
         Unavailable: nothing can listen there.
@@ -60,7 +61,7 @@ class TcpProvider:
         self._clock = clock
         self._process = os.getpid()
         self._listener = _listen(host)
-        self._offer = TcpOffer(_reachable_as(host), self._listener.getsockname()[1])
+        self._offer = TcpOffer(host, self._listener.getsockname()[1])
         header = region.header
         self._welcome = WELCOME.pack(MAGIC, header.incarnation, header.layout.region_bytes)
         self._lock = threading.Lock()  # of what both the event loop and the thread use: the next two
@@ -108,7 +109,8 @@ class TcpProvider:
             return
         self._closed = True
         if os.getpid() != self._process:
-            return  # a forked child: the thread, and what it serves, are its parent's
+            self._abandon()
+            return
         with self._lock:
             self._closing = True
             held = [serving for streams in self._held.values() for serving in streams]
@@ -118,6 +120,15 @@ class TcpProvider:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_JOIN_TIMEOUT_S)
         assert not self._thread.is_alive(), "nothing in the serving thread blocks"
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _abandon(self) -> None:
+        """In a forked child: it has no thread, and the streams are its parent's; only the descriptors are
+        its own."""
+        for serving in self._streams.values():
+            serving.socket.close()
+        self._listener.close()
         self._epoll.close()
         os.close(self._wake)
 
@@ -199,9 +210,9 @@ class TcpProvider:
             self._clock() + HELLO_TIMEOUT_S,
             self._clock,
         )
+        self._epoll.register(accepted.fileno(), serving.interest)
         self._strangers[serving] = None
         self._streams[accepted.fileno()] = serving
-        self._epoll.register(accepted.fileno(), serving.interest)
 
     def _redeem(self, serving: Serving, number: int, secret: bytes) -> bool:
         """Whether the ticket is good; then the stream is its holder's.  In the serving thread."""
@@ -232,22 +243,12 @@ class TcpProvider:
 
 
 def _listen(host: str) -> socket.socket:
+    if host in _WILDCARDS:
+        raise Unavailable(f"tcp listens on one address that clients can call, not on {host!r}")
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise Unavailable(f"tcp cannot listen on {host!r}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
-
-
-def _reachable_as(host: str) -> list[str]:
-    """Names by which clients reach what listens on ``host``: of a wildcard, this host's own."""
-    if host not in ("", "0.0.0.0", "::"):
-        return [host]
-    own = socket.gethostname()
-    try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        found = []
-    return list(dict.fromkeys([*found, own]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -42,11 +43,29 @@ def peer(world: World) -> Iterator[Peer]:
         yield peer
 
 
+@pytest.fixture(scope="module")
+def _kept(world: World) -> Iterator[list[tuple[Peer, ExitStack]]]:
+    """The peer of the test before, if it still serves: to start one takes long."""
+    kept: list[tuple[Peer, ExitStack]] = []
+    yield kept
+    for _, stack in kept:
+        stack.close()
+
+
 @pytest.fixture
-def own_peer(world: World) -> Iterator[Peer]:
-    """To be killed, paused and written to."""
-    with world.peer(incarnation=31) as peer:
+def own_peer(world: World, _kept: list[tuple[Peer, ExitStack]]) -> Iterator[Peer]:
+    """To be killed, paused and written to; nobody else uses it."""
+    if _kept:
+        peer, stack = _kept.pop()
+    else:
+        stack = ExitStack()
+        peer = stack.enter_context(world.peer(incarnation=31))
+    with ExitStack() as failing:
+        failing.push(stack)
         yield peer
+        if peer.serves():
+            _kept.append((peer, stack))
+            failing.pop_all()
 
 
 @pytest.fixture

@@ -155,6 +155,7 @@ class Answers:
         self, memory: Memory, provider: Provider, more: dict[str, Callable[..., Any]] | None = None
     ) -> None:
         self._provider = provider
+        self._shut = False
         self._verbs: dict[str, Callable[..., Any]] = {
             "meet": lambda holder: [provider.offer(), memory.region.header.pack()],
             "open": lambda holder, proposal: provider.open(holder, TENANT, proposal),
@@ -162,10 +163,15 @@ class Answers:
             "poke": lambda holder, offset, data: memory.poke(offset, data),
             "revoke": lambda holder, other: provider.close_holder(other),
             "who": lambda holder: holder,
-            "shut": lambda holder: provider.close(),
+            "shut": self._shut_provider,
+            "serves": lambda holder: not self._shut,
             "facts": lambda holder: [len(os.listdir("/proc/self/fd")), threading.active_count()],
             **(more or {}),
         }
+
+    def _shut_provider(self, holder: int) -> None:
+        self._shut = True
+        self._provider.close()
 
     def answer(self, holder: int, packet: bytes) -> bytes:
         verb, *arguments = msgspec.msgpack.decode(packet)

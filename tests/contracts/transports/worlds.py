@@ -170,9 +170,24 @@ class Peer:
         self._process.kill()
         self._process.wait(PATIENCE_S)
 
-    def end(self) -> None:
+    def serves(self) -> bool:
+        """Whether it can be used by another test, who finds it running; control connections end with this."""
+        self._hang_up()
+        self.resume()
+        if self._process.poll() is not None:
+            return False
+        try:
+            return bool(self.control().ask("serves"))
+        finally:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         for control in self._controls:
             control.close()
+        self._controls.clear()
+
+    def end(self) -> None:
+        self._hang_up()
         self._process.kill()
         self._process.communicate()
 
