@@ -45,6 +45,7 @@ COLOURS = {
     f"{OURS}verbs": "#6cb6ff",
     f"{OURS}verbs get": "#3d7dff",
     f"{OURS}cuda": "#57ab5a",
+    f"{OURS}cuda to a GPU": "#2da44e",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 TICKS_MAX = 5
