@@ -1,4 +1,5 @@
-"""``python -m bench [case ...] [--smoke] [--patience S] [--json FILE] [--write-docs]``: run and report.
+"""``python -m bench [case ...] [--smoke] [--patience S] [--json FILE] [--merge FILE ...] [--write-docs]``:
+run and report.
 
 Every case runs in a process of its own, so that none of them finds another's memory, threads or imports.
 """
@@ -35,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in options.cases or CASES:
         wait_for_quiet(options.patience)
         reports.append(_run_apart(case, smoke=options.smoke))
+    if options.machine:
+        reports = [report.of(options.machine) for report in reports]
+    for recorded in options.merge:
+        reports += from_json(Path(recorded).read_bytes())
     text = rendered(host, reports)
     print(text)
     if options.json:
@@ -56,6 +61,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=0.0,
         metavar="S",
         help="wait so long for a quiet machine before each case",
+    )
+    parser.add_argument("--machine", metavar="NAME", help="say with everything that it is of this machine")
+    parser.add_argument(
+        "--merge", nargs="*", default=[], metavar="FILE", help="reports recorded on other machines (--json)"
     )
     parser.add_argument("--into", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -5,9 +5,10 @@ reserves an extent, writes into it and publishes.  Inline: the reader copies or 
 sends them in its one message.  Which of the two is decided by ``network.zero_copy_threshold``, whose default
 is what this measures.
 
-Both are the shipped tier, once with a threshold below every block and once above; every size is timed in the
-same rounds.  What decides is the *life* of a block: put once, in a run, as a publish does it, and read once.
-More reads only speak for the reference where a get does.
+Both are the shipped tier, once with a threshold below every block and once above; what it never does over a
+wire, asking for a block, is done with the message that shards are asked with.  Every size is timed in the
+same rounds.  A get is what a fetch does: a lookup, then the blocks.  What decides is the *life* of a block:
+put once, in a run, as a publish of a prefix does it, and got once, in a run, the way the tier does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Literal, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -33,21 +34,24 @@ from bench.report import number
 from bench.scale import FULL, MIB, SMOKE, Scale, size_name
 from bench.service import DEADLINE_S, settle_processes
 from bench.timing import Call, Rounds, Spread, interleave, round_robin
-from kvcomm.block import BlockKey
+from kvcomm.block import BlockKey, verify_copy
 from kvcomm.rpc import Peers, run_blocking
+from kvcomm.steps import Answer, Ask, Steps, ask_all
 from kvcomm.tier import Block, BlockCopy
+from kvcomm.wire.messages import BlockCopies, BlockGet, BlockLookup, BlockPresence, Message
 from l2_rdma.attachment import AttachOptions
 from l2_rdma.rack import Pool as Address
 from l2_rdma.tier import L2Tier
 from l2_rdma.wires import Wires
 
 CROSSOVER_FILE, PICTURE_FILE = "crossover.json", "crossover.svg"
-Verb = Literal["get", "put", "put of a run", "life"]
-LIFE: tuple[Verb, Verb] = ("put of a run", "get")
+T = TypeVar("T")
+Verb = Literal["get", "get of a run", "put", "put of a run", "life"]
+LIFE: tuple[Verb, Verb] = ("put of a run", "get of a run")
 SIZES = tuple(64 << step for step in range(15))
 """64 B to 1 MiB."""
 SMOKE_SIZES = (64, 4096)
-TRANSPORTS = ("shm",)
+TRANSPORTS = ("shm", "tcp")
 RUN_BLOCKS = 16
 """Of a run, as a publish of a prefix puts it: in one operation.  Its time is for one block."""
 ROUNDS, TURN_S = 15, 0.02
@@ -97,11 +101,10 @@ class Crossover:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def recommended_bytes(self) -> int | None:
-        """From which size on the life of a block costs no more by reference, over every transport; ``None``
-        if over one of them even the largest goes better inline."""
-        lives = [curve.crossover_bytes() for curve in self.curves if curve.verb == "life"]
-        known = [size for size in lives if size is not None]
-        return max(known) if known and len(known) == len(lives) else None
+        """Where the life of a block of this host's pool crosses, for there the setting decides both of its
+        parts; ``None`` if that was not measured, or even the largest goes better inline."""
+        lives = [curve for curve in self.curves if (curve.transport, curve.verb) == ("shm", "life")]
+        return lives[0].crossover_bytes() if lives else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,36 +128,42 @@ def measure(transport: str, scale: Scale, sizes: Sequence[int]) -> list[Curve]:
     """Every verb, by reference and inline, of every size."""
     curves = [Curve(transport, verb, []) for verb in get_args(Verb)]
     with ExitStack() as stack:
-        read, written = stack.enter_context(pools(2, region_bytes=REGION_BYTES))
+        read, written = stack.enter_context(pools(2, region_bytes=REGION_BYTES, transports=[transport]))
         readers = [stack.enter_context(_agent(read, transport, limit)) for limit in (0, INLINE_BYTES)]
+        if transport != "shm":
+            readers[1].asks = read.remote_address
         writers = [stack.enter_context(_agent(written, transport, limit)) for limit in (0, INLINE_BYTES)]
         _write_to_all_of(writers[0])
         settle_processes([os.getpid(), read.pid, written.pid])
         for size_bytes in sorted(sizes, reverse=True):  # small blocks then go where large ones have been
             print(f"{transport}, {size_name(size_bytes)} ...", file=sys.stderr, flush=True)
-            keys = read.fill(scale.working_set, size_bytes)
-            single, run = _Fresh(1, size_bytes), _Fresh(RUN_BLOCKS, size_bytes)
-            calls = [
-                *(reader.get(name, keys) for reader, name in zip(readers, _names("get"), strict=True)),
-                *(writer.put(name, single) for writer, name in zip(writers, _names("put"), strict=True)),
-                *(
-                    writer.put(name, run)
-                    for writer, name in zip(writers, _names("put of a run"), strict=True)
-                ),
-            ]
-            rounds = with_lives(interleave(calls, rounds=scale.rounds, turn_s=scale.turn_s))
+            keys = read.fill(max(scale.working_set, RUN_BLOCKS), size_bytes)
+            calls: list[Call] = []
+            for at, (reader, writer) in enumerate(zip(readers, writers, strict=True)):
+                for count_of_blocks, of_a_run in ((1, ""), (RUN_BLOCKS, " of a run")):
+                    get, put = (_names(cast("Verb", f"{verb}{of_a_run}"))[at] for verb in ("get", "put"))
+                    calls.append(reader.get(get, _runs(keys, count_of_blocks)))
+                    calls.append(writer.put(put, _Fresh(count_of_blocks, size_bytes)))
+            rounds = interleave(calls, rounds=scale.rounds, turn_s=scale.turn_s)
+            rounds = with_lives(rounds, gets_inline=transport == "shm")
             for curve in curves:
                 curve.pairs.insert(0, _pair(rounds, curve.verb, size_bytes))
     return curves
 
 
-def with_lives(rounds: Rounds) -> Rounds:
-    """The same rounds, with what the life of a block took in each (by the round's medians)."""
+def with_lives(rounds: Rounds, *, gets_inline: bool) -> Rounds:
+    """The same rounds, with what the life of a block took in each (by the round's medians).
+
+    Args:
+        gets_inline: whether the tier has an inline get; it reads one-sided over every wire.
+    """
+    put, get = (_names(verb) for verb in LIFE)
+    parts = [(put[0], get[0]), (put[1], get[1] if gets_inline else get[0])]
     seconds = dict(rounds.seconds)
-    for life, *parts in zip(_names("life"), *map(_names, LIFE), strict=True):
+    for life, both in zip(_names("life"), parts, strict=True):
         seconds[life] = [
             [sum(median(taken) for taken in one_round)]
-            for one_round in zip(*(rounds.seconds[part] for part in parts), strict=True)
+            for one_round in zip(*(rounds.seconds[part] for part in both), strict=True)
         ]
     return Rounds(seconds, rounds.load)
 
@@ -212,9 +221,11 @@ class _Agent:
     def __init__(self, tier: L2Tier, peers: Peers) -> None:
         self._tier = tier
         self._peers = peers
+        self.asks: str | None = None
+        """Whom it asks for blocks, by a message, instead of the tier."""
 
-    def get(self, name: str, keys: Sequence[BlockKey]) -> Call:
-        return Call(name, round_robin(self._get, keys))
+    def get(self, name: str, runs: Sequence[Sequence[BlockKey]]) -> Call:
+        return Call(name, round_robin(self._ask if self.asks else self._get, runs), items=len(runs[0]))
 
     def put(self, name: str, fresh: _Fresh) -> Call:
         """Of blocks that nobody has seen; making them is not in the time."""
@@ -226,16 +237,38 @@ class _Agent:
         return Call(name, lambda: self.store(upcoming), items=len(upcoming), after=renew)
 
     def store(self, copies: Sequence[BlockCopy]) -> None:
-        statuses = run_blocking(self._tier.put(copies), self._peers, time.monotonic() + DEADLINE_S)
+        statuses = self._run(self._tier.put(copies))
         if set(statuses) != {"stored"}:
             raise RuntimeError(f"a put was not taken: {statuses}")
 
-    def _get(self, key: BlockKey) -> None:
+    def _ask(self, keys: Sequence[BlockKey]) -> None:
+        [held] = self._answers(BlockLookup(0, list(keys)))
+        assert isinstance(held.message, BlockPresence)
+        [answer] = self._answers(BlockGet(0, list(keys)))
+        assert isinstance(answer.message, BlockCopies)
+        [copies] = answer.payload
+        for key, copy_bytes in zip(keys, answer.message.copy_bytes, strict=True):
+            verify_copy(copies[:copy_bytes], key)
+            copies = copies[copy_bytes:]
+
+    def _answers(self, message: Message) -> list[Answer]:
+        assert self.asks is not None
+        return self._run(ask_all([Ask(self.asks, message)]))
+
+    def _get(self, keys: Sequence[BlockKey]) -> None:
         found: list[Block] = []
-        steps = self._tier.get([key], lambda _, block: found.append(block))
-        run_blocking(steps, self._peers, time.monotonic() + DEADLINE_S)
-        if not found:
+        self._run(self._tier.lookup(keys))
+        self._run(self._tier.get(keys, lambda _, block: found.append(block)))
+        if len(found) < len(keys):
             raise RuntimeError("the pool lost a block that was to be fetched")
+
+    def _run(self, steps: Steps[T]) -> T:
+        return run_blocking(steps, self._peers, time.monotonic() + DEADLINE_S)
+
+
+def _runs(keys: Sequence[BlockKey], items: int) -> list[list[BlockKey]]:
+    """Runs of ``items`` keys, one beginning at each."""
+    return [[keys[(first + at) % len(keys)] for at in range(items)] for first in range(len(keys))]
 
 
 class _Fresh:
@@ -252,7 +285,8 @@ class _Fresh:
 
 @contextmanager
 def _agent(pool: Pool, transport: str, threshold_bytes: int) -> Iterator[_Agent]:
-    mine, pools = identity(), [Address(pool.node, pool.address)]
+    address = pool.address if transport == "shm" else pool.remote_address
+    mine, pools = identity(), [Address(pool.node, address)]
     options = AttachOptions(zero_copy_threshold_bytes=threshold_bytes)
     tier = L2Tier(lambda: pools, mine, wires=Wires((transport,)), options=options)
     peers = Peers(mine)

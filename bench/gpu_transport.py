@@ -115,6 +115,7 @@ def measure(pool_gpu: int, rounds: int) -> dict[str, Any]:
             results["host"] = [to_host(gpu, pool, transport, size, rounds) for size in (2, 8, 64, 256)]
             results["digest"] = digests(gpu, pool, rounds)
             results["paging"] = paging(gpu, pool, rounds)
+            results["overlap"] = overlap(gpu, pool, rounds)
             results["dma_buf"] = dma_buf_support(gpu, gpu.allocate(2 * MIB), 2 * MIB)
             results["counters"] = {
                 "corrupt": pool.reader.counters.corrupt, "hits": pool.reader.counters.hits,
@@ -218,40 +219,56 @@ def reach(gpu: CudaGpu, other: int) -> None:
 def to_host(
     gpu: CudaGpu, pool: AttachedPool, transport: CudaTransport, size_mib: int, rounds: int
 ) -> dict[str, Any]:
-    """One extent between the pool's slots and registered host memory, beside CUDA's own pinned memory."""
+    """Extents between the pool's slots and registered host memory, beside CUDA's own pinned memory: 256 MiB
+    of
+    them under way at once, and one at a time."""
     size = size_mib * MIB
-    keys, _ = stored(gpu, pool, size, 1)
-    extent = Extent(offset_of(pool, keys[0]) + 256, size)
-    mine = memoryview(bytearray(size))
+    count = 256 // size_mib
+    keys, _ = stored(gpu, pool, size, count)
+    extents = [Extent(offset_of(pool, key) + 256, size) for key in keys]
+    mine = memoryview(bytearray(count * size))
+    parts = [mine[number * size : (number + 1) * size] for number in range(count)]
     registration = transport.register(mine)
-    pinned = int(gpu.call("cudaHostAlloc", size, 1))
-    address = pool.channel.region.address(extent.offset)
+    pinned = int(gpu.call("cudaHostAlloc", count * size, 1))
     stream = gpu.stream()
+    region = pool.channel.region
 
-    def copy(destination: int, source: int) -> None:
-        stream.copy(destination, source, size)
+    def plain(some: int, *, read: bool) -> None:
+        for number, extent in enumerate(extents[:some]):
+            here, there = pinned + number * size, region.address(extent.offset)
+            stream.copy(here if read else there, there if read else here, size)
         stream.wait()
 
-    taken = interleaved(
-        {
-            "plain_read": lambda: copy(pinned, address),
-            "read": lambda: transport.wait(pool.channel.read([extent], [mine], _soon())),
-            "plain_write": lambda: copy(address, pinned),
-            "write": lambda: transport.wait([pool.channel.write(extent, mine, _soon())]),
-        },
-        rounds,
-    )
-    row = {
-        "size_mib": size_mib,
-        "pinned": registration.pinned,
-        "gbps": {name: size / seconds / 1e9 for name, seconds in taken.items()},
-        "read_of_plain": taken["plain_read"] / taken["read"],
-        "write_of_plain": taken["plain_write"] / taken["write"],
-    }
+    def read(some: int) -> None:
+        transport.wait(pool.channel.read(extents[:some], parts[:some], _soon()))
+
+    def write(some: int) -> None:
+        soon = _soon()
+        transport.wait(
+            [
+                pool.channel.write(extent, part, soon)
+                for extent, part in zip(extents[:some], parts, strict=False)
+            ]
+        )
+
+    row: dict[str, Any] = {"size_mib": size_mib, "count": count, "pinned": registration.pinned}
+    for label, some in (("pipelined", count), ("single", 1)):
+        calls: dict[str, Callable[[], Any]] = {
+            "plain_read": partial(plain, some, read=True),
+            "read": partial(read, some),
+            "plain_write": partial(plain, some, read=False),
+            "write": partial(write, some),
+        }
+        taken = interleaved(calls, rounds)
+        row[label] = {
+            "gbps": {name: some * size / seconds / 1e9 for name, seconds in taken.items()},
+            "read_of_plain": taken["plain_read"] / taken["read"],
+            "write_of_plain": taken["plain_write"] / taken["write"],
+        }
     registration.close()
     gpu.call("cudaFreeHost", pinned)
-    unpinned = interleaved({"read": lambda: transport.wait(pool.channel.read([extent], [mine], _soon()))}, 3)
-    row["unregistered_read_gbps"] = size / unpinned["read"] / 1e9
+    unpinned = interleaved({"read": partial(read, count)}, 3)
+    row["unregistered_read_gbps"] = count * size / unpinned["read"] / 1e9
     return row
 
 
@@ -420,6 +437,37 @@ def fused(
     }  # fmt: skip
 
 
+def overlap(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, float]:
+    """A matrix product on torch's stream and a fetch on ours: each alone, and both at once (us)."""
+    import torch
+
+    size, count = 64 * MIB, 16
+    keys, _ = stored(gpu, pool, size, count)
+    targets = [DeviceBuffer(gpu.allocate(size), size) for _ in range(count)]
+    left = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")
+
+    def compute() -> None:
+        torch.mm(left, left)
+        torch.mm(left, left)
+
+    def computed() -> None:
+        compute()
+        torch.cuda.synchronize()
+
+    def fetched() -> None:
+        pool.fetch(keys, targets, _soon())
+
+    def both() -> None:
+        compute()
+        fetched()
+        torch.cuda.synchronize()
+
+    taken = interleaved({"compute": computed, "fetch": fetched, "both": both}, rounds)
+    for target in targets:
+        gpu.free(target.pointer)
+    return {name: 1e6 * seconds for name, seconds in taken.items()}
+
+
 def stored(
     gpu: CudaGpu, pool: AttachedPool, size: int, count: int
 ) -> tuple[list[BlockKey], list[BlockHeader]]:
@@ -503,14 +551,17 @@ def markdown(results: dict[str, Any]) -> str:
             f"{many['gbps']['channel']:.0f} | {many['gbps']['fetch']:.0f} | {many['fetch_of_plain']:.2f} | "
             f"{one['us']['plain']:.0f} us, {one['us']['fetch']:.0f} us ({one['fetch_of_plain']:.2f}) |"
         )
-    lines += ["", "| host memory | pinned read | registered read | pinned write | registered write |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "| host memory | pinned read | registered read | pinned write | registered write | one at a time |",
+    ]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     for row in results["host"]:
-        speed = row["gbps"]
+        many, one = row["pipelined"], row["single"]
         lines.append(
-            f"| {row['size_mib']} MiB | {speed['plain_read']:.1f} | {speed['read']:.1f} "
-            f"({row['read_of_plain']:.2f}) | {speed['plain_write']:.1f} | {speed['write']:.1f} "
-            f"({row['write_of_plain']:.2f}) |"
+            f"| {row['size_mib']} MiB x {row['count']} | {many['gbps']['plain_read']:.1f} | "
+            f"{many['gbps']['read']:.1f} ({many['read_of_plain']:.2f}) | {many['gbps']['plain_write']:.1f} | "
+            f"{many['gbps']['write']:.1f} ({many['write_of_plain']:.2f}) | {one['read_of_plain']:.2f} |"
         )
     lines += ["", "| layout (read + written) | device copy | gather | scatter |", "| --- | --- | --- | --- |"]
     for row in results["paging"]["large"]:

@@ -27,6 +27,8 @@ from kvcomm.rpc import Identity, Peers, run_blocking
 from kvcomm.serve import run
 from kvcomm.tier import BlockCopy
 
+_PROCESS_CLOCK = 2
+"""Which of a process's clocks: what the scheduler has counted (``clock_getcpuclockid`` makes such ids)."""
 _SECRET = bytes(range(32))
 _CREDENTIALS = Credentials(_SECRET)
 REGION_BYTES = 256 << 20
@@ -39,6 +41,8 @@ class Pool:
     node: str
     address: str
     """Of its socket in the file system."""
+    remote_address: str
+    """Of its port, as other hosts would dial it."""
     pid: int
 
     def fill(self, count: int, payload_bytes: int) -> list[BlockKey]:
@@ -63,9 +67,8 @@ class Pool:
             peers.close()
 
     def processor_seconds(self) -> float:
-        """What its threads have used of the processors, to the nanosecond where the kernel counts so."""
-        tasks = Path(f"/proc/{self.pid}/task")
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+        """What it has used of the processors, all threads, to the nanosecond."""
+        return time.clock_gettime(~self.pid << 3 | _PROCESS_CLOCK)
 
 
 def identity() -> Identity:
@@ -92,17 +95,22 @@ class Made:
 
 @contextmanager
 def pools(
-    count: int, *, region_bytes: int = REGION_BYTES, transports: Sequence[str] = ("shm",)
+    count: int,
+    *,
+    region_bytes: int = REGION_BYTES,
+    index_entries: int | None = None,
+    transports: Sequence[str] = (),
 ) -> Iterator[list[Pool]]:
     """``count`` of them, started together and ended whatever happens.
 
     Args:
-        transports: that they offer, where they can.
+        index_entries: blocks that readers can find; by default as many as ``PoolOptions`` says.
+        transports: that they offer, where they can, beside shared memory.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb-"))
         nodes = [f"pool-{number}" for number in range(count)]
-        arguments = [directory, str(region_bytes), *transports]
+        arguments = [directory, str(region_bytes), str(index_entries or 0), "shm", *transports]
         started = [_start(stack, [node, *arguments]) for node in nodes]
         yield [_ready(node, process) for node, process in zip(nodes, started, strict=True)]
 
@@ -118,20 +126,23 @@ def _start(stack: ExitStack, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 def _ready(node: str, process: subprocess.Popen[str]) -> Pool:
     assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    if not address:
+    line = process.stdout.readline()
+    if not line:
         raise Unavailable(f"{node} did not come up")
-    return Pool(node, address, process.pid)
+    address, remote_address = line.split()
+    return Pool(node, address, remote_address, process.pid)
 
 
-async def _serve(node: str, directory: Path, region_bytes: int, transports: Sequence[str]) -> None:
+async def _serve(
+    node: str, directory: Path, region_bytes: int, index_entries: int, transports: Sequence[str]
+) -> None:
     from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
 
     def ready(pool: RunningPool) -> None:
-        print(pool.addresses[0], flush=True)
+        print(*pool.addresses, flush=True)
 
     await run_pool(
         node=node,
@@ -139,16 +150,16 @@ async def _serve(node: str, directory: Path, region_bytes: int, transports: Sequ
         incarnation=Incarnation(secrets.randbits(64) | 1),
         credentials=_CREDENTIALS,
         tenant=TENANT,
-        addresses=[f"unix://{directory}/{node}.sock"],
-        options=PoolOptions(region_bytes, transports=transports),
+        addresses=[f"unix://{directory}/{node}.sock", "tcp://127.0.0.1:0"],
+        options=PoolOptions(region_bytes, index_entries=index_entries or None, transports=transports),
         stop=stop,
         ready=ready,
     )
 
 
 def main(arguments: Sequence[str]) -> None:
-    node, directory, region_bytes, *transports = arguments
-    run(_serve(node, Path(directory), int(region_bytes), transports))
+    node, directory, region_bytes, index_entries, *transports = arguments
+    run(_serve(node, Path(directory), int(region_bytes), int(index_entries), transports))
 
 
 if __name__ == "__main__":

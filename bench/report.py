@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -86,6 +86,15 @@ class Report:
 
     def skip(self, what: str, reason: str) -> None:
         self.skipped.append(Skipped(what, reason))
+
+    def of(self, machine: str) -> Report:
+        """The same, saying everywhere that it is of this machine."""
+        return replace(
+            self,
+            title=f"{self.title} ({machine})",
+            claims=[replace(claim, what=f"{machine}: {claim.what}") for claim in self.claims],
+            skipped=[replace(skipped, what=f"{machine}: {skipped.what}") for skipped in self.skipped],
+        )
 
 
 def to_json(reports: Sequence[Report]) -> bytes:

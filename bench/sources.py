@@ -172,8 +172,9 @@ def _views(working_set: int, sizes: Sequence[int]) -> Iterator[Source]:
 
 
 def _room(working_set: int, sizes: Sequence[int]) -> int:
-    """A region for all blocks of all sizes; slots are rounded up, and each size class takes whole slabs."""
-    return max(REGION_BYTES, 3 * working_set * sum(sizes))
+    """A region for all blocks of all sizes; slots are rounded up, and each size class takes whole slabs, of
+    which there are 64, of a power of two.  Memory comes only as it fills."""
+    return max(REGION_BYTES, 3 * working_set * sum(sizes), 144 * max(sizes))
 
 
 SOURCES: dict[str, Open] = {

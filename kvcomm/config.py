@@ -280,8 +280,10 @@ class NetworkConfig:
 
     zero_copy_threshold_bytes: int = _setting(
         "zero_copy_threshold", _bytes, "4KB",
-        "Blocks of this size and more are handed out by reference (a pinned view of the pool), smaller ones "
-        "as a copy: for a small block the copy costs less than the pin. `0` makes every block a view.",
+        "Blocks of this size and more go by reference: who reads on the pool's host gets a pinned view, who "
+        "writes reserves room, writes into it and publishes it. Smaller ones are handed out as a copy and "
+        "put in one message, which costs less than the second question; a view is cheaper than a copy at "
+        "every size. Measured in [benchmarks](benchmarks.md). `0` makes every block a view.",
     )  # fmt: skip
     transports: tuple[str, ...] = _setting(
         "transports", _transports, [*TRANSPORTS],

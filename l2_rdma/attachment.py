@@ -46,7 +46,7 @@ from l2_rdma.probing import measure
 from l2_rdma.reader import Reader, ReaderCounters
 from l2_rdma.region import Region
 from l2_rdma.remote import SILENCE_S, RemoteReader
-from l2_rdma.transports.port import MAPPED, Channel, Extent, Operation, Transport, TransportName
+from l2_rdma.transports.port import Channel, Extent, MappedChannel, Operation, Transport, TransportName
 from l2_rdma.wires import Wires
 
 ALIVE_INTERVAL_S = 0.02
@@ -109,8 +109,6 @@ class Mapped:
     """A region of this host, and the connection whose life is the life of our hazard words."""
 
     transport: TransportName = "shm"
-    by_reference = True
-    """Whether copies may be written into reserved extents."""
 
     def __init__(
         self, connection: Connection, region: Region, pins: PinTable, reader: Reader, refused: _Refused
@@ -163,9 +161,10 @@ class Wired:
         refused: _Refused,
         timeout_s: float,
         clock: Callable[[], float],
+        pins: PinTable | None = None,
     ) -> None:
+        """``pins``: what is written to is pinned by these; ``None`` = the pool can shut us out."""
         self.transport: TransportName = opened.channel.transport
-        self.by_reference = self.transport not in MAPPED  # nothing pins here what is written to
         self.refused = refused
         self.closed = threading.Event()
         self.wires = wires
@@ -179,6 +178,7 @@ class Wired:
         self._connection = connection
         self._channel = opened.channel
         self._wire = opened.transport
+        self._pins = pins
         self._timeout_s = timeout_s
         self._clock = clock
         self._asking = threading.Lock()  # a connection serves one call at a time
@@ -244,11 +244,60 @@ class Wired:
         """Places of the copies whose bytes are all there."""
         region = self._channel.header
         until, begun = self._until(deadline), self._clock()
+        places = [
+            place
+            for place, (grant, copy) in enumerate(zip(grants, copies, strict=True))
+            if grant.status == "granted"
+            and region.layout.holds_copy(grant.offset, copy.copy_bytes)
+            and region.owns_generation(grant.generation)
+        ]
+        written: list[int] = []
+        while places:
+            pinned, places = self._pinned(places, grants, copies)
+            if not pinned:
+                break
+            try:
+                written += self._written(list(pinned), grants, copies, until, begun)
+            finally:
+                self._unpin(pinned)
+        return written
+
+    def _pinned(
+        self, places: list[int], grants: Sequence[Grant], copies: Sequence[BlockCopy]
+    ) -> tuple[dict[int, int], list[int]]:
+        """The pins of those that are written next, and the places that come after them.  Where nothing needs
+        to be pinned: all."""
+        if self._pins is None:
+            return dict.fromkeys(places, 0), []
+        pinned: dict[int, int] = {}
+        for at, place in enumerate(places):
+            grant = grants[place]
+            number = self._pins.pin(grant.offset, copies[place].copy_bytes)
+            if number is None:
+                return pinned, places[at:]
+            if self._pins.reserved(grant.offset, grant.generation):
+                pinned[place] = number
+            else:  # it took us so long that somebody else has the slot
+                self._pins.unpin(number)
+        return pinned, []
+
+    def _unpin(self, pinned: Mapping[int, int]) -> None:
+        if self._pins is not None:
+            for number in pinned.values():
+                self._pins.unpin(number)
+
+    def _written(
+        self,
+        places: Sequence[int],
+        grants: Sequence[Grant],
+        copies: Sequence[BlockCopy],
+        until: float,
+        begun: float,
+    ) -> list[int]:
+        """Post all, wait for all."""
         writes: dict[int, list[Operation]] = {}
-        for place, (grant, copy) in enumerate(zip(grants, copies, strict=True)):
-            inside = region.layout.holds_copy(grant.offset, copy.copy_bytes)
-            if grant.status != "granted" or not inside or not region.owns_generation(grant.generation):
-                continue
+        for place in places:
+            grant, copy = grants[place], copies[place]
             header = copy.header.pack()[:GENERATION_OFFSET]  # the generation word is the owner's
             extent = Extent(grant.offset + HEADER_BYTES, copy.payload.nbytes)
             writes[place] = [
@@ -256,8 +305,9 @@ class Wired:
                 self._channel.write(extent, copy.payload.cast("B"), until),
             ]
         self._wire.wait([operation for pair in writes.values() for operation in pair])
+        too_short = until - begun < SILENCE_S and self._clock() >= until and self._channel.broken is None
         for error in (operation.error for pair in writes.values() for operation in pair):
-            if error is not None:
+            if error is not None and not too_short:  # else it says nothing of the pool
                 self._fail(error, begun)
                 break
         return [place for place, pair in writes.items() if all(each.error is None for each in pair)]
@@ -335,20 +385,25 @@ class _Meeting:
             region.close()
             self.refused["shm"] = f"{region.path} is of another life of the pool, or of another host"
             return None
-        reply = self.connection.call(PinOpen(self.options.pin_slots), deadline=self.deadline).message
-        given = reply if isinstance(reply, PinRange) else PinRange(0, 0, 0)
-        in_table = given.first >= 0 and given.first + given.count <= region.header.layout.hazard_count
-        count = given.count if in_table else 0
-        pins = PinTable(region, given.first, count, self.options.pin_budget_bytes)
+        pins = self._pin_table(region)
         reader = Reader(region, pins, view_bytes_min=self.options.zero_copy_threshold_bytes)
         others = [name for name in self.wires.names if name != "shm" and self._offered(name)]
         unused = dict.fromkeys(others, "not needed: the pool's memory is mapped")
         return Mapped(self.connection, region, pins, reader, _Refused(self.refused, unused))
 
+    def _pin_table(self, region: Region) -> PinTable:
+        reply = self.connection.call(PinOpen(self.options.pin_slots), deadline=self.deadline).message
+        given = reply if isinstance(reply, PinRange) else PinRange(0, 0, 0)
+        in_table = given.first >= 0 and given.first + given.count <= region.header.layout.hazard_count
+        count = given.count if in_table else 0
+        return PinTable(region, given.first, count, self.options.pin_budget_bytes)
+
     def wired(self) -> Wired | None:
         """Through the cheapest of the channels that can be opened."""
         opened: dict[TransportName, _Opened] = {}
         found = self.wires.found()
+        # Loading libraries and asking devices may have taken all the time; that is not the pool's fault.
+        self.deadline = self.clock() + self.options.attach_timeout_s
         self.refused |= found.refused
         for name, transport in found.running.items():
             if self._offered(name) and (channel := self._open(name, transport)) is not None:
@@ -366,7 +421,9 @@ class _Meeting:
         self.wires.used(used)
         timeout_s = self.options.request_timeout_s
         refused = _Refused(self.refused, unused)
-        return Wired(self.connection, opened[used], self.wires, refused, timeout_s, self.clock)
+        channel = opened[used].channel
+        pins = self._pin_table(channel.file) if isinstance(channel, MappedChannel) else None
+        return Wired(self.connection, opened[used], self.wires, refused, timeout_s, self.clock, pins)
 
     def _offered(self, name: str) -> bool:
         if name not in self.wires.names:

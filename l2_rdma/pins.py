@@ -15,10 +15,12 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+from kvcomm.block import GENERATION_OFFSET
 from l2_rdma.fence import full_fence
-from l2_rdma.layout import PIN_SHARE_WORD, WORD_BYTES
+from l2_rdma.layout import PIN_SHARE_WORD, RESERVED_FLAG, WORD_BYTES
 from l2_rdma.region import Region
 
 _TYPES_MAX = 64
@@ -85,12 +87,36 @@ class PinTable:
         full_fence()
         return number
 
+    def pin_all(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Like :meth:`pin` for each (offset, size), with one fence for all; as many as can be pinned, in
+        order."""
+        share = self._words[PIN_SHARE_WORD]
+        limit = share if self._budget_bytes is None else min(share, self._budget_bytes)
+        numbers: list[int] = []
+        with self._lock:
+            self._drain()
+            for _, size_bytes in places:
+                if not self._free or not self._mine or self._pinned_bytes + size_bytes > limit:
+                    break
+                number = self._free.pop()
+                self._sizes[number] = size_bytes
+                self._pinned_bytes += size_bytes
+                numbers.append(number)
+        for number, (offset, _) in zip(numbers, places, strict=False):
+            self._words[self._first + number] = offset
+        full_fence()
+        return numbers
+
     def unpin(self, number: int) -> None:
         """Clear a hazard.  Runs in destructors, so anywhere, even inside :meth:`pin`: two atomic steps and no
         lock."""
         if self._mine:
             self._words[self._first + number] = 0
             self._returned.append(number)
+
+    def reserved(self, offset: int, generation: int) -> bool:
+        """Whether the slot, pinned for writing, is still the one that was granted with ``generation``."""
+        return self._words[(offset + GENERATION_OFFSET) // WORD_BYTES] == generation | RESERVED_FLAG
 
     def view(self, number: int, offset: int, size_bytes: int) -> memoryview:
         """The pinned bytes, read-only; the pin is the view's from now on.

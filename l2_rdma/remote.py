@@ -21,8 +21,8 @@ the region's suspect words.  Nothing needs a pin: the owner may reuse the slot a
 
 A prefix streams: at most :data:`WINDOW_BYTES` and :data:`WINDOW_BLOCKS` are under way or waiting to be
 taken, and each block is there as soon as it and those before it are.  Whatever the wire does, operations have
-an end (``l2_rdma.transports.port``); the first that fails ends the reader's trust in the channel, and what is
-left of the batch is a miss at once.
+an end (``l2_rdma.transports.port``); one that fails ends the reader's trust in the channel (unless its caller
+gave it too little time), and what is left of the batch is a miss at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.errors import KVCommError
@@ -43,6 +43,8 @@ from l2_rdma.transports.port import Channel, Extent, Operation, Transport
 WINDOW_BYTES = 32 << 20
 WINDOW_BLOCKS = 256
 """A larger block than the window goes alone."""
+VERIFY_AHEAD_BYTES = 1 << 20
+"""How much is verified beyond the block that is waited for, at a time."""
 HINT_AGE_S = 0.5
 HINTS_MAX = 8192
 """What lookups found is remembered so long and so much of it: a get that follows needs no index."""
@@ -81,7 +83,7 @@ class RemoteReader:
         self.channel = channel
         self.counters = ReaderCounters()
         self.failure: KVCommError | None = None
-        """Of the first operation that failed; who sees it should not use this reader any more."""
+        """Of the first operation whose failure says that the channel is of no use any more."""
         self.silent = False
         """Whether the failure was a pool that did not answer in time."""
         self._transport = transport
@@ -103,9 +105,9 @@ class RemoteReader:
         now = self._clock()
         presences: list[Presence] = []
         for key in probe.keys:
-            error = probe.error(key)
-            if error is not None:
-                self._failed(error, probe.posted_at)
+            failed = probe.failed(key)
+            if failed is not None:
+                self._failed(failed, probe.posted_at)
                 presences.append(None)
                 continue
             found = probe.found(key)
@@ -141,9 +143,13 @@ class RemoteReader:
     def _until(self, deadline: float) -> float:
         return min(deadline, self._clock() + self._timeout_s)
 
-    def _failed(self, error: KVCommError, posted_at: float) -> None:
-        self.failure = self.failure or error
-        self.silent = self.silent or self._clock() - posted_at >= SILENCE_S
+    def _failed(self, operation: Operation, posted_at: float) -> None:
+        now = self._clock()
+        silent = now - posted_at >= SILENCE_S
+        if now >= operation.deadline and not silent and self.channel.broken is None:
+            return  # it was given too little time: that says nothing of the pool
+        self.failure = self.failure or operation.error
+        self.silent = self.silent or silent
 
     def _remember(self, key: BlockKey, found: _Found, now: float) -> None:
         if len(self._hints) >= HINTS_MAX:
@@ -196,9 +202,9 @@ class Probe:
         """Operations of ``key`` that are not done."""
         return [operation for operation in self._operations_of(key) if not operation.done]
 
-    def error(self, key: BlockKey) -> KVCommError | None:
-        """Why the index could not be read; the operations of ``key`` are done."""
-        return next((each.error for each in self._operations_of(key) if each.error is not None), None)
+    def failed(self, key: BlockKey) -> Operation | None:
+        """What could not be read; the operations of ``key`` are done."""
+        return next((each for each in self._operations_of(key) if each.error is not None), None)
 
     def found(self, key: BlockKey) -> _Found | None:
         """What the index says; the operations of ``key`` are done, without error."""
@@ -219,21 +225,27 @@ class Probe:
 class _Item:
     """One block on its way."""
 
+    position: int
     key: BlockKey
     known: _Found | None
     """From a lookup; then the first read is not preceded by a probe, and not the last try either."""
+    stage: Literal["probing", "reading", "checking"] = "probing"
     probe: Probe | None = None
     found: _Found | None = None
-    posted_at: float = 0.0
     copy: memoryview | None = None
-    slot: Operation | None = None
     word: memoryview | None = None
-    check: Operation | None = None
-    """Reads the generation word again, into ``word``."""
-    intact: bool = False
-    """Whether the header as read is current."""
+    """Of the slot's generation, as it was after the copy was read."""
+    wish: tuple[Extent, memoryview] | None = None
+    """What is to be read next; posted together with what the others wish."""
+    operation: Operation | None = None
+    """Reads the slot, or the generation word."""
+    posted_at: float = 0.0
+    verified: bool = False
+    """Whether the copy has been looked at."""
     header: BlockHeader | None = None
-    """Verified, with the payload."""
+    """If the copy, by itself, is right."""
+    intact: bool = False
+    """Whether the generation as read with the copy is the one that led here."""
     last: tuple[Hint, bool] | None = None
     """Where the try before led, and whether the slot was stable."""
     tries: int = 0
@@ -245,23 +257,26 @@ class _Item:
     def held_bytes(self) -> int:
         return self.copy.nbytes if self.copy is not None else 0
 
+    @property
+    def to_be_judged(self) -> bool:
+        return self.stage == "checking" and self.operation is not None and self.operation.done
+
     def waits_for(self) -> list[Operation]:
         """What has to be done before it can move on."""
-        operation = self.check or self.slot
-        if operation is not None:
-            return [] if operation.done else [operation]
-        return self.probe.waits_for(self.key) if self.probe is not None else []
+        if self.stage == "probing":
+            return self.probe.waits_for(self.key) if self.probe is not None else []
+        return [] if self.operation is None or self.operation.done else [self.operation]
 
 
 class Fetch:
     """Blocks of one pool, in order: :meth:`start` it, :meth:`advance` to each, :meth:`take` it.
 
-    ``start`` and ``advance`` post and wait for operations; the rest is memory.
+    ``start``, ``pump`` and ``advance`` post, verify and wait; the rest is memory.
     """
 
     def __init__(self, reader: RemoteReader, keys: Sequence[BlockKey]) -> None:
         self._reader = reader
-        self._items = [_Item(key, reader._recall(key)) for key in keys]
+        self._items = [_Item(at, key, reader._recall(key)) for at, key in enumerate(keys)]
         self._started = False
         self._next = 0  # items below have been posted
         self._active: list[_Item] = []
@@ -320,11 +335,31 @@ class Fetch:
     # -- moving on -------------------------------------------------------------------------------------------
 
     def _pump(self, wanted: int, deadline: float) -> None:
-        """``wanted``: this one is read even if there is no room."""
+        """As far as it goes without waiting.
+
+        Args:
+            wanted: this one is read even if there is no room, and verified first; of the others so much that
+                small blocks do not come one by one, and large ones do not hold it up.
+        """
         until = self._reader._until(deadline)
-        for item in self._active:
-            self._step(item, until)
-        self._active = [item for item in self._active if not item.done]
+        ahead_bytes = VERIFY_AHEAD_BYTES
+        while True:
+            for item in self._active:
+                if item.to_be_judged and item.position != wanted:
+                    if ahead_bytes <= 0:
+                        continue
+                    ahead_bytes -= item.held_bytes
+                self._step(item, until)
+            self._active = [item for item in self._active if not item.done]
+            self._admit(wanted, until)
+            some_done = self._post(until)
+            mine = self._items[wanted] if wanted >= 0 else None
+            if mine is not None and mine.stage == "checking" and not mine.done:
+                self._verify(mine)  # while the generation word is on its way
+            if not some_done:
+                return
+
+    def _admit(self, wanted: int, until: float) -> None:
         while self._next < len(self._items) and (self._next <= wanted or self._has_room()):
             item = self._items[self._next]
             if item.known is None and item.waits_for():
@@ -343,15 +378,28 @@ class Fetch:
         room_for = self._held_bytes + self._held_bytes // self._held_count
         return room_for <= self._reader._window_bytes and self._held_count < WINDOW_BLOCKS
 
+    def _post(self, until: float) -> bool:
+        """All that is wished for, in one batch; whether some of it is done at once."""
+        wishing = [item for item in self._active if item.wish is not None]
+        wishes = [item.wish for item in wishing if item.wish is not None]
+        if not wishes:
+            return False
+        reads = self._reader.channel.read(
+            [extent for extent, _ in wishes], [view for _, view in wishes], until
+        )
+        now = self._reader._clock()
+        for item, operation in zip(wishing, reads, strict=True):
+            item.operation, item.wish, item.posted_at = operation, None, now
+        return any(operation.done for operation in reads)
+
     def _step(self, item: _Item, until: float) -> None:
-        """As far as it gets without waiting."""
-        while not item.done and not item.waits_for():
-            if item.check is not None:
+        while not item.done and item.wish is None and not item.waits_for():
+            if item.stage == "checking":
                 self._judge(item, until)
             elif self._reader.failure is not None:
                 self._give_up(item)  # nothing new is posted any more
-            elif item.slot is not None:
-                self._check(item, until)
+            elif item.stage == "reading":
+                self._check(item)
             else:
                 self._read(item, until)
 
@@ -362,9 +410,9 @@ class Fetch:
             item.found, item.known, item.tries = item.known, None, -1
         else:
             assert item.probe is not None
-            error = item.probe.error(item.key)
-            if error is not None:
-                self._fail(item, error, item.probe.posted_at)
+            failed = item.probe.failed(item.key)
+            if failed is not None:
+                self._fail(item, failed, item.probe.posted_at)
                 return
             item.found, item.probe = item.probe.found(item.key), None
         if item.found is None:
@@ -374,35 +422,42 @@ class Fetch:
         if not reader._layout.holds_copy(hint.offset, hint.copy_bytes):
             self._again(item, until, stable=False)
             return
-        item.copy, item.posted_at = reader._allocate(hint.copy_bytes), reader._clock()
+        item.copy = reader._allocate(hint.copy_bytes)
         self._held_bytes += item.held_bytes
-        [item.slot] = reader.channel.read([Extent(hint.offset, hint.copy_bytes)], [item.copy], until)
+        item.stage, item.wish = "reading", (Extent(hint.offset, hint.copy_bytes), item.copy)
 
-    def _check(self, item: _Item, until: float) -> None:
-        """The slot has arrived: see whether it is still the same, and verify it meanwhile."""
-        reader, copy = self._reader, item.copy
-        assert item.slot is not None and item.found is not None and copy is not None
-        if item.slot.error is not None:
-            self._fail(item, item.slot.error, item.posted_at)
+    def _check(self, item: _Item) -> None:
+        """The slot has arrived: see whether it is still the same."""
+        assert item.operation is not None and item.found is not None
+        if item.operation.error is not None:
+            self._fail(item, item.operation, item.posted_at)
             return
-        hint = item.found.hint
-        item.word, item.posted_at = memoryview(bytearray(WORD_BYTES)), reader._clock()
-        extent = Extent(hint.offset + GENERATION_OFFSET, WORD_BYTES)
-        [item.check] = reader.channel.read([extent], [item.word], until)
+        item.word, item.verified, item.operation = memoryview(bytearray(WORD_BYTES)), False, None
+        extent = Extent(item.found.hint.offset + GENERATION_OFFSET, WORD_BYTES)
+        item.stage, item.wish = "checking", (extent, item.word)
+
+    def _verify(self, item: _Item) -> None:
+        """Look at the copy by itself, once."""
+        if item.verified:
+            return
+        verify, copy = self._reader._verify, item.copy
+        assert item.found is not None and copy is not None
         word = int.from_bytes(copy[GENERATION_OFFSET:HEADER_BYTES], "little")
-        item.intact, item.header = reader._verify.current(word, hint.generation), None
+        item.verified, item.header = True, None
+        item.intact = verify.current(word, item.found.hint.generation)
         if item.intact:
-            header = reader._verify.header(copy, item.key)
-            if header is not None and reader._verify.payload(header, copy):
+            header = verify.header(copy, item.key)
+            if header is not None and verify.payload(header, copy):
                 item.header = header
 
     def _judge(self, item: _Item, until: float) -> None:
         """Everything about this try is known."""
         reader = self._reader
-        assert item.check is not None and item.word is not None and item.found is not None
-        if item.check.error is not None:
-            self._fail(item, item.check.error, item.posted_at)
+        assert item.operation is not None and item.word is not None and item.found is not None
+        if item.operation.error is not None:
+            self._fail(item, item.operation, item.posted_at)
             return
+        self._verify(item)
         hint, marked = item.found
         word = int.from_bytes(item.word, "little")
         stable = item.intact and reader._verify.current(word, hint.generation)
@@ -424,7 +479,7 @@ class Fetch:
             reader.counters.retries += item.tries == 0  # an old hint is no slot that moved while we looked
             item.last, item.tries = (hint, stable), item.tries + 1
             self._release(item)
-            item.slot = item.check = None
+            item.stage, item.operation = "probing", None
             item.probe = reader.ask([item.key], until)
             return
         if stable or (item.last is not None and item.last[0] == hint):  # an entry that leads nowhere, twice
@@ -432,8 +487,8 @@ class Fetch:
             reader._report(hint.offset)
         self._finish(item, None)
 
-    def _fail(self, item: _Item, error: KVCommError, posted_at: float) -> None:
-        self._reader._failed(error, posted_at)
+    def _fail(self, item: _Item, operation: Operation, posted_at: float) -> None:
+        self._reader._failed(operation, posted_at)
         self._give_up(item)
 
     def _give_up(self, item: _Item) -> None:
@@ -450,7 +505,7 @@ class Fetch:
             counters.hits += 1
             counters.hit_bytes += len(block.copy)
         item.done, item.block = True, block
-        item.probe = item.slot = item.check = item.word = item.header = None
+        item.probe = item.operation = item.wish = item.word = item.header = None
 
     def _release(self, item: _Item) -> None:
         self._held_bytes -= item.held_bytes

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -48,7 +48,7 @@ from l2_rdma.attachment import (
 from l2_rdma.ledger import Ledger, total
 from l2_rdma.member import Member
 from l2_rdma.rack import Pool, Rack
-from l2_rdma.reader import ReaderCounters
+from l2_rdma.reader import Reader, ReaderCounters
 from l2_rdma.remote import Fetch
 from l2_rdma.wires import Wires
 
@@ -86,7 +86,7 @@ class _Route:
 
     member: Member
     attachment: Attachment
-    positions: list[int] = field(default_factory=list)
+    positions: Sequence[int]
     """Of its keys, ascending."""
 
 
@@ -144,9 +144,10 @@ class L2Tier:
         routes = yield from self._routes(keys)
         run = _Run(keys, routes, self._wires)
         for index, key in enumerate(keys):
-            if run.must_wait(index):
+            reader = run.reader(index)
+            if reader is None and run.must_wait(index):
                 yield Work(partial(run.advance, index))
-            block = run.take(index, key)
+            block = run.take(index) if reader is None else reader.view(key)
             if block is not None:
                 found(index, block)
                 del block  # a paused operation must not keep a pin that the caller gave up
@@ -201,6 +202,11 @@ class L2Tier:
         """
         self._follow()
         members = self._members
+        if len(members) == 1:  # one host: a view costs microseconds, so does finding out where it is
+            [member] = members.values()
+            attachment, _ = member.current()
+            if attachment is not None:
+                return [_Route(member, attachment, range(len(keys)))]
         until = self._clock() + self._options.attach_timeout_s
         while True:
             now = {node: member.current() for node, member in members.items()}
@@ -211,16 +217,14 @@ class L2Tier:
             if not attempts or left_s <= 0:
                 break
             if not (yield Park(attempts[0], left_s)):
+                attempts[0].awaited = self._clock() < until  # who comes now need not wait as long
                 break
-        routes: dict[str, _Route] = {}
+        positions: dict[str, list[int]] = {}
         for position, home in enumerate(homes):
-            attachment = now[home][0] if home is not None else None
-            if home is not None and attachment is not None:
-                route = routes.get(home)
-                if route is None:
-                    route = routes[home] = _Route(members[home], attachment)
-                route.positions.append(position)
-        return list(routes.values())
+            if home is not None:
+                positions.setdefault(home, []).append(position)
+        found = [(members[home], now[home][0], mine) for home, mine in positions.items()]
+        return [_Route(member, attachment, mine) for member, attachment, mine in found if attachment]
 
     def _live(self, members: Mapping[str, Member]) -> Rack:
         nodes = [node for node, member in members.items() if member.is_home]
@@ -289,9 +293,7 @@ class L2Tier:
         mine: Statuses = {}
         for batch in _batches(absent, copies):
             limit = self._options.zero_copy_threshold_bytes
-            large = [
-                index for index in batch if attachment.by_reference and copies[index].copy_bytes >= limit
-            ]
+            large = [index for index in batch if copies[index].copy_bytes >= limit]
             left: list[int] = []
             if isinstance(attachment, Mapped):
                 left = yield from self._put_by_reference(attachment, address, copies, large, mine)
@@ -383,15 +385,24 @@ class _Run:
 
     def __init__(self, keys: Sequence[BlockKey], routes: Sequence[_Route], wires: Wires) -> None:
         self._wires = wires
-        self._routes: dict[int, _Route] = {}
-        self._fetches: dict[int, tuple[Fetch, int]] = {}  # by position: what brings it, and its place there
+        self._readers: dict[int, Reader] = {}  # by position, of what is in this host's memory
+        self._fetches: dict[int, tuple[Fetch, int]] = {}  # of the rest: what brings it, its place there
         self._under_way: list[tuple[_Route, Fetch]] = []
+        self._only: Reader | None = None
+        """Of all positions."""
         for route in routes:
-            self._routes |= dict.fromkeys(route.positions, route)
             if isinstance(route.attachment, Wired):
                 fetch = route.attachment.reader.fetch([keys[position] for position in route.positions])
                 self._under_way.append((route, fetch))
                 self._fetches |= {position: (fetch, at) for at, position in enumerate(route.positions)}
+            elif len(route.positions) == len(keys):
+                self._only = route.attachment.reader
+            else:
+                self._readers |= dict.fromkeys(route.positions, route.attachment.reader)
+
+    def reader(self, position: int) -> Reader | None:
+        """Whose view it is, if it is one."""
+        return self._only or self._readers.get(position)
 
     def must_wait(self, position: int) -> bool:
         if position not in self._fetches:
@@ -412,12 +423,10 @@ class _Run:
         for route, _ in self._under_way:
             route.member.judge(route.attachment)
 
-    def take(self, position: int, key: BlockKey) -> Block | None:
-        route = self._routes.get(position)
-        if route is None:
+    def take(self, position: int) -> Block | None:
+        """What came through a channel; ``None``: nothing, or it has no home."""
+        if position not in self._fetches:
             return None
-        if isinstance(route.attachment, Mapped):
-            return route.attachment.reader.view(key)
         fetch, place = self._fetches[position]
         return fetch.take(place)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -84,6 +85,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def main(role: str) -> None:
     """Do as told on standard input."""
     answers = _own_stdout()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves nothing where it happens to run
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     signal.setitimer(signal.ITIMER_REAL, order.timeout_s)  # its signal ends the process: we handle none
     if role == "serve":

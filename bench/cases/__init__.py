@@ -5,7 +5,8 @@ from __future__ import annotations
 CASES = (
     "l2_view",
     "l2_copy",
-    "transports",
+    "tcp_reads",
+    "verbs_reads",
     "absent",
     "l3_block",
     "copies",

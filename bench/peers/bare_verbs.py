@@ -21,6 +21,7 @@ from bench.peers.memory import Buffers
 from bench.timing import Call, round_robin
 
 BARE_READ = "bare pyverbs READ"
+BARE_READ_MADE = "bare pyverbs READ, request made for it"
 DEPTH_MAX = 64
 RD_ATOMIC = 16
 """READs that the peer answers at once."""
@@ -45,6 +46,21 @@ class BareVerbs:
         """Read each piece in turn, waiting for it."""
         return self._reads(BARE_READ, size_bytes, 1)
 
+    def making(self, size_bytes: int) -> Call:
+        """Like :meth:`one`, with the work request made in the time: whoever reads here and there cannot have
+        it beforehand."""
+        into = Buffers(1, size_bytes)
+        [to] = into.addresses()
+        region = self.end.registered(to, size_bytes)
+        self.kept += [into, region]
+
+        def read(piece: int) -> None:
+            request = self._request(to, region, self.address + piece * self.size_bytes, size_bytes)
+            self.end.perform([request])
+            request.close()  # pyverbs frees what it holds only then
+
+        return Call(BARE_READ_MADE, round_robin(read, range(self.pieces)))
+
     def run(self, size_bytes: int, items: int) -> Call:
         """``items`` READs under way at once; the time is for one."""
         return self._reads(f"{BARE_READ}, run", size_bytes, items)
@@ -63,11 +79,12 @@ class BareVerbs:
     def _request(self, to: int, region: Any, source: int, size_bytes: int) -> Any:
         from pyverbs.wr import SGE, SendWR
 
-        verbs = constants()
         request = SendWR(
-            opcode=verbs["IBV_WR_RDMA_READ"], num_sge=1, sg=[SGE(to, size_bytes, region.lkey)],
-            send_flags=verbs["IBV_SEND_SIGNALED"],
-        )  # fmt: skip
+            opcode=self.end.read,
+            num_sge=1,
+            sg=[SGE(to, size_bytes, region.lkey)],
+            send_flags=self.end.signaled,
+        )
         request.set_wr_rdma(self.rkey, source)
         return request
 
@@ -144,6 +161,7 @@ class _End:
         self._packet = secrets.randbits(24)
         self._gid_index, self._gid = _routable_gid(self._context)
         self._success = verbs["IBV_WC_SUCCESS"]
+        self.read, self.signaled = verbs["IBV_WR_RDMA_READ"], verbs["IBV_SEND_SIGNALED"]
 
     def registered(self, address: int, length: int) -> Any:
         from pyverbs.mr import MR

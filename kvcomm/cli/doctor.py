@@ -23,6 +23,7 @@ from kvcomm.cli.finding import Finding
 from kvcomm.cli.options import ConfigOption, InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
 from kvcomm.errors import ConfigError
+from kvcomm.wire.address import parse_address
 
 if TYPE_CHECKING:
     from kvcomm.cli.transports import PoolTrials
@@ -238,7 +239,8 @@ def _transports(visit: Visit) -> Iterator[PoolTrials]:
     if settings is None:
         return
     network = settings.network
-    trials = Trials(WireOptions(network.listen_host, network.rdma_device))
+    gpu = settings.cache.l2_device or 0
+    trials = Trials(WireOptions(network.listen_host, network.rdma_device, cuda_device=gpu))
     for pool, address, token in _pools(visit, settings):
         attempt: Callable[[str], Trial] = partial(trials.to_pool, address=address, token=token)
         yield try_all(pool, TRANSPORTS, network.transports, _with_gpu_direct(attempt))
@@ -275,6 +277,7 @@ def _pools(visit: Visit, settings: Config) -> Iterator[tuple[str, str, str]]:
                 if record.role == "pool":
                     yield f"{instance.name}/{record.node}", record.addresses[0], token
     if visit.peer is not None:
+        parse_address(visit.peer)
         if token is None:
             raise ConfigError(
                 f"{visit.peer} needs a token: name its cluster with --instance, set KVCOMM_TOKEN, "

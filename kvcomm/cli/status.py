@@ -91,7 +91,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
                 table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
         Console().print(table)
         for line in _lines(row for row in rows if row["instance"] == instance):
-            Console().print(escape(f"  {line}"), highlight=False)
+            Console().print(escape(f"  {line}"), highlight=False, soft_wrap=True)
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

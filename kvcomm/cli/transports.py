@@ -21,6 +21,7 @@ _GRAVITY: dict[str, Literal["ok", "note", "problem"]] = {
     "refused": "note",  # few hosts have every wire
     "failed": "problem",
 }
+_OF_ONE_HOST = ("shm", "cuda")
 _FACTS = {"device": "device", "mtu": "MTU", "gid": "GID", "gdr": "GPUDirect"}
 """Those that have a column, where a transport tells them; the others get a line."""
 
@@ -35,6 +36,8 @@ class PoolTrials:
     """``network.transports``."""
     trials: Sequence[Trial]
     choice: Choice
+    elsewhere: str | None
+    """What would be used if the pool were on another host, as far as this one's measurements go."""
 
     def reason(self, trial: Trial) -> str:
         """Why it is not used; empty for the one that is."""
@@ -66,7 +69,8 @@ def try_all(
         if trial.verdict == "works"
     ]
     refused = {trial.transport: trial.reason for trial in trials if trial.verdict != "works"}
-    return PoolTrials(pool, preferred, trials, choose(measured, refused, preferred))
+    elsewhere = choose([each for each in measured if each.transport not in _OF_ONE_HOST], {}, preferred)
+    return PoolTrials(pool, preferred, trials, choose(measured, refused, preferred), elsewhere.used)
 
 
 def show_trials(console: Console, tried: PoolTrials) -> None:
@@ -87,7 +91,10 @@ def show_trials(console: Console, tried: PoolTrials) -> None:
     console.print(table)
     for trial in tried.trials:
         for line in _lines(trial, tried.reason(trial)):
-            console.print(escape(f"  {line}"), highlight=False)
+            console.print(escape(f"  {line}"), highlight=False, soft_wrap=True)
+    if tried.choice.used in _OF_ONE_HOST and tried.elsewhere:
+        line = f"  agents of other hosts: {tried.elsewhere}, if the network is like this host's own (--peer)"
+        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def _lines(trial: Trial, reason: str) -> Iterator[str]:

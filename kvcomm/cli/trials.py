@@ -29,7 +29,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 TIMEOUT_S = 20.0
 """For one transport: two interpreters are started and load their drivers, on a slow machine too."""
 _END_S = 2.0
-_DYING_S = 0.2
+_DYING_S = 0.5
 """From the end of its connections to the end of a process."""
 _SHM = Path("/dev/shm")
 _COMMAND = (sys.executable, "-m", "l2_rdma.trial")

@@ -23,17 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvcomm.block import Buffer
 from kvcomm.errors import KVCommError, Refused
 from l2_rdma.layout import WORD_BYTES, WORD_MASK, RegionHeader
 
-TransportName = Literal["shm", "cuda", "verbs", "tcp"]
+if TYPE_CHECKING:
+    from l2_rdma.region import Region
 
-MAPPED: frozenset[TransportName] = frozenset({"shm", "cuda"})
-"""Those that map the region's memory.  A mapping cannot be taken back (``Provider.writes_unseen`` is false),
-so their users may write to a slot only while a hazard word pins it."""
+TransportName = Literal["shm", "cuda", "verbs", "tcp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +121,15 @@ class Channel(Protocol):
     def close(self) -> None:
         """What is under way fails.  Idempotent."""
         ...
+
+
+@runtime_checkable
+class MappedChannel(Protocol):
+    """A channel to memory that this process has mapped.  A mapping cannot be taken back: whoever writes
+    through
+    it pins the slot meanwhile, in the hazard words of ``file`` (``l2_rdma.hazards``)."""
+
+    file: Region
 
 
 Ask = Callable[[bytes], bytes]

@@ -48,7 +48,8 @@ def test_variants_of_a_way_share_its_colour_and_ours_are_bold():
 
 
 def test_crossings_are_ratios():
-    found = crossover.Crossover("m", "d", [curve("life", 1.1, 0.9), curve("get", 0.5, 0.4)])
+    curves = [curve("life", 1.1, 0.9), curve("get of a run", 0.5, 0.4), curve("get", 1, 1)]
+    found = crossover.Crossover("m", "d", curves)
     life, get = crossings(found)
     assert life.bold and get.dashed and life.values == [1.1, 0.9] and life.colour == get.colour
 

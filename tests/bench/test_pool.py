@@ -56,5 +56,5 @@ def test_pools_count_their_processors_time_and_end():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_transport_that_is_not_offered_has_a_reason():
-    with pools(1, transports=[]) as [pool], channel(pool, "shm") as reads:
-        assert "does not offer shm" in str(reads)
+    with pools(1) as [pool], channel(pool, "tcp") as reads:
+        assert "does not offer tcp" in str(reads)

@@ -54,6 +54,12 @@ def test_tables_show_targets_measured_and_missing():
     assert "Load average while it ran: 0.5 to 0.7." in detail and "A note." in detail
 
 
+def test_a_report_of_another_machine_says_so_everywhere():
+    table = claims_table([report().of("guest")])
+    assert "| guest: ours ≤ 2 x |" in table and "| guest: theirs | | not run" in table
+    assert report().of("guest").title == "A case (guest)"
+
+
 def test_a_document_keeps_what_stands_around_the_markers():
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     once = written_into(text, rendered(HOST, [report()]))

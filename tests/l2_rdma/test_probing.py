@@ -34,6 +34,7 @@ class Wire:
     transport: TransportName = "verbs"
     name: TransportName = "verbs"
     broken: KVCommError | None = None
+    locks = True
 
     def __init__(
         self, slots_bytes: int, latency_s: float, bytes_per_s: float, backed: bool = True, fails_at: int = -1
@@ -48,6 +49,8 @@ class Wire:
         self._fails_at = fails_at
 
     def register(self, buffer: memoryview) -> Wire:
+        if not self.locks:
+            raise Unavailable("no right to lock memory")
         self.registered += 1
         return self
 
@@ -118,6 +121,12 @@ def test_a_slow_wire_is_measured_with_few_reads() -> None:
     assert latency_s == pytest.approx(30e-3 + 4096 / 10e6)
     assert bytes_per_s == pytest.approx((1 << 20) / (30e-3 + (1 << 20) / 10e6))
     assert wire.now - begin < 0.4
+
+
+def test_memory_that_cannot_be_registered_is_read_into_all_the_same() -> None:
+    wire = Wire(2 << 20, 20e-6, 5e9)
+    wire.locks = False
+    assert wire.measure()[0] == pytest.approx(20e-6 + 4096 / 5e9)
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5, 20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +15,17 @@ import pytest
 
 from kvcomm.rpc import AsyncPeers, run_async, run_blocking
 from kvcomm.steps import Park, Work
-from l2_rdma.layout import WORD_BYTES
 from l2_rdma.rack import Pool, Rack
 from l2_rdma.remote import RemoteReader
 from l2_rdma.tier import L2Tier
-from l2_rdma.transports import cuda
-from l2_rdma.transports.cuda.transport import CudaChannel, CudaTransport
-from l2_rdma.transports.port import Extent
 from l2_rdma.wires import Wires
 from tests.l2_rdma.pools import PoolProcess, PoolThread, pool_process, pool_thread
 from tests.l2_rdma.regions import key_of, payload_of
 from tests.l2_rdma.test_tier import LARGE, SMALL, Agent, attachment_of, copy_of
-from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 from tests.peers import IDENTITY, dead_address, soon, until
 
 NODES = ("pool-0", "pool-1", "pool-2")
-WAYS = ["shm", "tcp"]
+WAYS = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
 TIMEOUT_S = 0.3
 
 
@@ -39,6 +35,9 @@ class RackAgent(Agent):
     def __init__(self, pools: Sequence[Pool], transports: Sequence[str], **options: Any) -> None:
         super().__init__("", transports=tuple(transports), request_timeout_s=TIMEOUT_S, **options)
         self.pools = list(pools)
+
+    def transports(self) -> list[str]:
+        return [view.transport for view in self.tier.stats().pools]
 
     def view(self, node: str) -> Any:
         return {view.node: view for view in self.tier.stats().pools}[node]
@@ -52,9 +51,11 @@ class RackAgent(Agent):
 def agent_of(
     pools: Sequence[PoolThread | PoolProcess], way: str, stack: contextlib.ExitStack, **options: Any
 ) -> RackAgent:
+    """A client that is attached to all of them: loading a transport's libraries may take a while."""
     named = [Pool(node, pool.address) for node, pool in zip(NODES, pools, strict=False)]
     agent = RackAgent(named, [way], **options)
     stack.callback(agent.close)
+    until(lambda: agent.lookup(0) is not None and agent.transports() == [way] * len(named))
     return agent
 
 
@@ -64,10 +65,17 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def threads(directory: Path, stack: contextlib.ExitStack, count: int = 3) -> list[PoolThread]:
+def offered(way: str) -> list[str]:
+    """What pools offer: the way under test and others, which must not be used."""
+    return list(dict.fromkeys(("shm", "tcp", way)))
+
+
+def threads(
+    directory: Path, stack: contextlib.ExitStack, way: str = "tcp", count: int = 3
+) -> list[PoolThread]:
     return [
         stack.enter_context(
-            pool_thread(directory, incarnation=31 + place, node=node, transports=("shm", "tcp"))
+            pool_thread(directory, incarnation=31 + place, node=node, transports=offered(way))
         )
         for place, node in enumerate(NODES[:count])
     ]
@@ -77,7 +85,7 @@ def threads(directory: Path, stack: contextlib.ExitStack, count: int = 3) -> lis
 def test_blocks_are_spread_over_the_pools_and_come_back_in_order(
     tmp_path: Path, stack: contextlib.ExitStack, way: str
 ) -> None:
-    pools = threads(tmp_path, stack)
+    pools = threads(tmp_path, stack, way)
     writer, reader = agent_of(pools, way, stack), agent_of(pools, way, stack)
     copies = [copy_of(number, SMALL if number % 5 == 0 else LARGE) for number in range(60)]
 
@@ -122,7 +130,9 @@ def test_the_cheapest_way_is_used_for_each_pool(tmp_path: Path, stack: contextli
 def test_where_nothing_reaches_a_pool_the_reasons_are_told(
     tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:
-    agent = agent_of([stack.enter_context(pool_thread(tmp_path, transports=("shm",)))], "tcp", stack)
+    pool = stack.enter_context(pool_thread(tmp_path, transports=("shm",)))
+    agent = RackAgent([Pool("pool-0", pool.address)], ["tcp"])
+    stack.callback(agent.close)
 
     assert agent.put(copy_of(1)) == ["unavailable"]
     view = agent.view("pool-0")
@@ -135,7 +145,7 @@ def test_where_nothing_reaches_a_pool_the_reasons_are_told(
 def test_a_pool_that_is_not_there_costs_its_keys_another_home(
     tmp_path: Path, stack: contextlib.ExitStack, way: str
 ) -> None:
-    pools = threads(tmp_path, stack, count=2)
+    pools = threads(tmp_path, stack, way, count=2)
     agent = agent_of(pools, way, stack)
     agent.pools = [*agent.pools, Pool("pool-2", dead_address())]
     lost = agent.numbers("pool-2", 5)
@@ -148,7 +158,7 @@ def test_a_pool_that_is_not_there_costs_its_keys_another_home(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pools_join_leave_and_move(tmp_path: Path, stack: contextlib.ExitStack, way: str) -> None:
-    pools = threads(tmp_path, stack)
+    pools = threads(tmp_path, stack, way)
     agent = agent_of(pools, way, stack)
     three, two = list(agent.pools), agent.pools[:2]
     agent.pools = two
@@ -164,7 +174,7 @@ def test_pools_join_leave_and_move(tmp_path: Path, stack: contextlib.ExitStack, 
     agent.pools = list(three)  # another map with the same pools
     attach_count = agent.tier.stats().attach_count
     agent.lookup(1)
-    assert agent.tier.stats().attach_count == attach_count == 3
+    assert agent.tier.stats().attach_count == attach_count == 4, "the third one twice"
 
     agent.pools = two
     assert agent.lookup(*range(40)) == [True] * 40
@@ -227,7 +237,9 @@ def test_a_steady_get_takes_few_steps(tmp_path: Path, stack: contextlib.ExitStac
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_works_on_an_event_loop(tmp_path: Path, stack: contextlib.ExitStack, way: str) -> None:
-    pools = [Pool(node, pool.address) for node, pool in zip(NODES, threads(tmp_path, stack), strict=True)]
+    pools = [
+        Pool(node, pool.address) for node, pool in zip(NODES, threads(tmp_path, stack, way), strict=True)
+    ]
 
     async def main() -> None:
         tier, peers = L2Tier(lambda: pools, IDENTITY, wires=Wires((way,))), AsyncPeers(IDENTITY)
@@ -277,11 +289,11 @@ def test_a_tier_that_is_closed_in_the_middle_gives_misses(
 
 
 @pytest.fixture
-def processes(tmp_path: Path, stack: contextlib.ExitStack) -> Callable[[], list[PoolProcess]]:
-    def start() -> list[PoolProcess]:
+def processes(tmp_path: Path, stack: contextlib.ExitStack) -> Callable[[str], list[PoolProcess]]:
+    def start(way: str) -> list[PoolProcess]:
         return [
             stack.enter_context(
-                pool_process(tmp_path, incarnation=41 + place, node=node, transports=("shm", "tcp"))
+                pool_process(tmp_path, incarnation=41 + place, node=node, transports=offered(way))
             )
             for place, node in enumerate(NODES)
         ]
@@ -295,10 +307,10 @@ def processes(tmp_path: Path, stack: contextlib.ExitStack) -> Callable[[], list[
 def test_a_pool_that_is_killed_in_the_middle_of_a_get(
     tmp_path: Path,
     stack: contextlib.ExitStack,
-    processes: Callable[[], list[PoolProcess]],
+    processes: Callable[[str], list[PoolProcess]],
     way: str,
 ) -> None:
-    pools = processes()
+    pools = processes(way)
     agent = agent_of(pools, way, stack)
     numbers = list(range(90))
     assert agent.put(*(copy_of(number) for number in numbers)) == ["stored"] * 90
@@ -325,7 +337,7 @@ def test_a_pool_that_is_killed_in_the_middle_of_a_get(
     assert agent.view("pool-1").state == "away"
 
     # It comes back, as another incarnation with an empty region, and is a home again.
-    stack.enter_context(pool_process(tmp_path, incarnation=77, node="pool-1", transports=("shm", "tcp")))
+    stack.enter_context(pool_process(tmp_path, incarnation=77, node="pool-1", transports=offered(way)))
     until(lambda: agent.lookup(1) is not None and agent.view("pool-1").transport == way)
     assert attachment_of(agent.tier, "pool-1").reader is not None
     fresh = agent.numbers("pool-1", 3)
@@ -338,9 +350,9 @@ def test_a_pool_that_is_killed_in_the_middle_of_a_get(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_paused_pool_is_a_miss_within_the_time_out_once(
-    stack: contextlib.ExitStack, processes: Callable[[], list[PoolProcess]]
+    stack: contextlib.ExitStack, processes: Callable[[str], list[PoolProcess]]
 ) -> None:
-    pools = processes()
+    pools = processes("tcp")
     agent = agent_of(pools, "tcp", stack, attach_timeout_s=0.2)
     numbers = list(range(60))
     agent.put(*(copy_of(number) for number in numbers))
@@ -371,9 +383,9 @@ def test_a_paused_pool_is_a_miss_within_the_time_out_once(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_paused_pool_of_this_host_is_read_on_and_its_puts_are_left_out_for_a_while(
-    stack: contextlib.ExitStack, processes: Callable[[], list[PoolProcess]]
+    stack: contextlib.ExitStack, processes: Callable[[str], list[PoolProcess]]
 ) -> None:
-    pools = processes()
+    pools = processes("shm")
     agent = agent_of(pools, "shm", stack)
     there = agent.numbers("pool-1", 12)
     agent.put(*(copy_of(number) for number in there[:4]))
@@ -397,9 +409,9 @@ def test_a_paused_pool_of_this_host_is_read_on_and_its_puts_are_left_out_for_a_w
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_pool_that_stops_in_the_middle_of_a_put_through_a_channel(
-    stack: contextlib.ExitStack, processes: Callable[[], list[PoolProcess]]
+    stack: contextlib.ExitStack, processes: Callable[[str], list[PoolProcess]]
 ) -> None:
-    pools = processes()
+    pools = processes("tcp")
     agent = agent_of(pools, "tcp", stack)
     mine = agent.numbers("pool-1", 6)
     assert agent.put(copy_of(mine[0])) == ["stored"]
@@ -415,24 +427,44 @@ def test_a_pool_that_stops_in_the_middle_of_a_put_through_a_channel(
     until(lambda: agent.put(copy_of(mine[5])) in (["stored"], ["present"]))
 
 
-def test_what_is_mapped_and_not_pinned_is_not_written_to(
-    tmp_path: Path, runtime_dir: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_forked_child_attaches_to_all_for_itself(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
 ) -> None:
-    """Nobody could stop a late writer to GPU memory: its blocks go over the data wire."""
-    monkeypatch.setattr(cuda, "make_transport", lambda options: CudaTransport(HostGpu()))
-    written: list[int] = []
-    write = CudaChannel.write
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    numbers = list(range(30))
+    assert agent.put(*(copy_of(number) for number in numbers)) == ["stored"] * 30
+    assert list(agent.get(*numbers)) == numbers
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            right = list(agent.get(*numbers)) == numbers and agent.put(copy_of(99)) == ["stored"]
+            right = right and agent.transports() == [way] * 3
+            agent.close()
+            status = 0 if right else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    def watched(channel: CudaChannel, extent: Extent, *arguments: Any) -> Any:
-        written.append(extent.length)
-        return write(channel, extent, *arguments)
+    assert list(agent.get(*numbers, 99)) == [*numbers, 99]
+    assert agent.tier.stats().lost_count == 0, "what the child closed was its own"
 
-    monkeypatch.setattr(CudaChannel, "write", watched)
-    pool = stack.enter_context(pool_thread(tmp_path, transports=("cuda",), gpu=HostGpu(runtime_dir)))
-    agent = agent_of([pool], "cuda", stack)
 
-    assert agent.put(*(copy_of(number) for number in range(8))) == ["stored"] * 8
-
-    assert list(agent.get(*range(8))) == list(range(8))
-    assert agent.view("pool-0").transport == "cuda"
-    assert max(written, default=0) <= WORD_BYTES, "marks alone"
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_call_without_time_costs_nobody_their_pools(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    assert agent.put(*(copy_of(number) for number in range(12))) == ["stored"] * 12
+    attach_count = agent.tier.stats().attach_count
+    keys, found = [key_of(number) for number in range(12)], list[int]()
+    for _ in range(3):
+        steps = agent.tier.get(keys, lambda index, block: found.append(index))
+        run_blocking(steps, agent.peers, time.monotonic())
+    assert found == ([*range(12)] * 3 if way == "shm" else [])
+    assert list(agent.get(*range(12))) == list(range(12))
+    stats = agent.tier.stats()
+    assert (stats.attach_count, stats.lost_count) == (attach_count, 0)

@@ -24,7 +24,8 @@ BATCH_MAX = 4096
 """Payloads a launch."""
 SUMS_BYTES_MAX = 64 << 20
 """Scratch on the GPU, a sixteenth of the payloads of one launch (or of a single larger one)."""
-_GROUPS_MAX = 4096
+_GROUPS_MAX = 2048
+"""Thread groups a launch: few that walk far read faster than many that read once."""
 _WORDS_A_PAYLOAD = 3
 
 

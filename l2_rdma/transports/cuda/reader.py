@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey
+from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey, Generation
 from kvcomm.errors import Corrupt, PayloadError, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.fence import full_fence, register_for_barriers
@@ -68,14 +68,21 @@ class DeviceBlock:
         return self.header.key
 
 
+_AT_ONCE = 16
+"""Known blocks that are pinned before the first of them is copied."""
+
+
 class _Known(NamedTuple):
     """A verified slot.  Its generation is of this key alone, and never used again: while the slot's word is
     that
     one, the slot holds this block."""
 
-    hint: Hint
+    place: tuple[int, int]
+    """Offset and length of the copy."""
+    generation: Generation
     word: int
     """Index of the generation word in the file."""
+    entry: int
     raw: bytes
     """The header's bytes up to the generation word."""
     header: BlockHeader
@@ -120,17 +127,13 @@ class CudaReader:
 
     def view(self, keys: Sequence[BlockKey]) -> list[DeviceBlock | None]:
         """The blocks where they are, pinned and verified; ``None`` for a miss, and for what could not be
-        pinned
-        (:meth:`fetch` gets that, too)."""
+        pinned (:meth:`fetch` gets that, too)."""
         blocks: list[DeviceBlock | None] = [None] * len(keys)
-        found = []
-        for index, key in enumerate(keys):
-            known = self._known.get(key)
-            if known is not None and (number := self._pin_known(known)) is not None:
-                payload = DeviceBuffer(known.address, known.header.payload_bytes, _Pin(self.pins, number))
-                blocks[index] = DeviceBlock(known.header, payload)
-            elif (pinned := self._pinned(index, key)) is not None:
-                found.append(pinned)
+        for index, known, number in self._pin_known(keys, 0, len(keys)):
+            payload = DeviceBuffer(known.address, known.header.payload_bytes, _Pin(self.pins, number))
+            blocks[index] = DeviceBlock(known.header, payload)
+        new = [index for index, block in enumerate(blocks) if block is None]
+        found = [each for index in new if (each := self._pinned(index, keys[index])) is not None]
         for each in self._intact(found):
             blocks[each.index] = DeviceBlock(each.header, each.payload)
             self._index.mark_referenced(each.hint.entry)
@@ -143,8 +146,7 @@ class CudaReader:
         self, keys: Sequence[BlockKey], into: Sequence[DeviceBuffer], deadline: float
     ) -> list[BlockHeader | None]:
         """Copy payloads into buffers on this process's GPU; the header of each, ``None`` for a miss, whose
-        buffer
-        holds anything.
+        buffer holds anything.
 
         All copies are enqueued before one is waited for.
 
@@ -159,15 +161,14 @@ class CudaReader:
         pins: list[int] = []
         copy = self._stream.copy
         try:
-            for index, key in enumerate(keys):
-                known = self._known.get(key)
-                if known is None or (number := self._pin_known(known)) is None:
-                    continue
-                pins.append(number)
-                buffer, header = into[index], known.header
-                _check_length(header, buffer)
-                copy(buffer.pointer, known.address, buffer.nbytes)
-                headers[index] = header
+            for begin in range(0, len(keys), _AT_ONCE):
+                pinned = self._pin_known(keys, begin, begin + _AT_ONCE)
+                pins += [number for _, _, number in pinned]
+                for index, known, _ in pinned:
+                    buffer, header = into[index], known.header
+                    _check_length(header, buffer)
+                    copy(buffer.pointer, known.address, buffer.nbytes)
+                    headers[index] = header
             self.counters.hits += len(pins)
             new = [index for index, header in enumerate(headers) if header is None]
             blocks = self.view([keys[index] for index in new]) if new else []
@@ -218,20 +219,27 @@ class CudaReader:
 
     # -- finding and verifying
 
-    def _pin_known(self, known: _Known) -> int | None:
-        """Pin a slot that was verified before; its pin's number, or ``None``: it is not that block any more,
-        or
-        cannot be pinned."""
-        hint, raw = known.hint, known.raw
-        number = self.pins.pin(hint.offset, hint.copy_bytes)
-        if number is None:
-            return None
-        here = self._memory[hint.offset : hint.offset + GENERATION_OFFSET]
-        if self._words[known.word] != hint.generation or here != raw:
-            self.pins.unpin(number)
-            return None
-        self._index.mark_referenced(hint.entry)
-        return number
+    def _pin_known(self, keys: Sequence[BlockKey], begin: int, end: int) -> list[tuple[int, _Known, int]]:
+        """Of ``keys[begin:end]`` those that were verified before, are the same still, and could be pinned:
+        (index, known, number of the pin)."""
+        known = [
+            (index, each)
+            for index, key in enumerate(keys[begin:end], begin)
+            if (each := self._known.get(key))
+        ]
+        numbers = self.pins.pin_all([each.place for _, each in known])
+        words, memory = self._words, self._memory
+        pinned = []
+        for (index, each), number in zip(known, numbers, strict=False):
+            offset = each.place[0]
+            if words[each.word] == each.generation and (
+                bytes(memory[offset : offset + GENERATION_OFFSET]) == each.raw
+            ):
+                self._index.mark_referenced(each.entry)
+                pinned.append((index, each, number))
+            else:
+                self.pins.unpin(number)
+        return pinned
 
     def _pinned(self, index: int, key: BlockKey) -> _Found | None:
         """Twice, if the slot moves on in between."""
@@ -280,7 +288,10 @@ class CudaReader:
             if len(self._known) >= VERIFIED_MAX:
                 self._known.clear()
             word = hint.offset // WORD_BYTES + _GENERATION_WORD
-            self._known[each.header.key] = _Known(hint, word, each.raw, each.header, each.payload.pointer)
+            self._known[each.header.key] = _Known(
+                (hint.offset, hint.copy_bytes), hint.generation, word, hint.entry, each.raw, each.header,
+                each.payload.pointer,
+            )  # fmt: skip
             intact.append(each)
         return intact
 

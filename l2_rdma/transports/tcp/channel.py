@@ -19,13 +19,15 @@ from l2_rdma.transports.port import (
     outside,
 )
 from l2_rdma.transports.tcp.protocol import ATOMICS, COMPARE_SWAP, FETCH_ADD, READ, WRITE
-from l2_rdma.transports.tcp.stream import Stream, TcpOperation
+from l2_rdma.transports.tcp.stream import Stream, TcpOperation, broke
 
 if TYPE_CHECKING:
     from l2_rdma.transports.tcp.transport import TcpTransport
 
 DEPTH_MAX = 1 << 16
 """So many operations may be under way on one stream; more fail."""
+
+_INTERRUPTED = Unavailable("this process was interrupted, and does not know any more what has been sent")
 
 
 class TcpChannel:
@@ -98,25 +100,38 @@ class TcpChannel:
 
     def send(self, stream: Stream, now: float) -> None:
         """The socket takes more."""
-        with self._posting:
-            error = self._send(stream, now)
-        if error is not None:
-            self.break_off(error)
+        error: KVCommError | None = _INTERRUPTED
+        try:
+            with self._posting:
+                error = self._send(stream, now)
+        finally:
+            if error is not None:
+                self.break_off(error)
 
     def receive(self, stream: Stream, *, block: bool) -> None:
         """There is something to receive."""
-        with self._receiving:
-            with self._posting:
-                if self._broken is not None:
-                    return
-                expected = stream.first_awaited()
-            ended, error = stream.receive(expected, block=block and bool(expected))
-            with self._posting:
-                stream.finish(ended)
-                if stream.idle:
-                    self._transport.rest(stream)
-        if error is not None:
-            self.break_off(error)
+        error: KVCommError | None = _INTERRUPTED
+        try:
+            with self._receiving:
+                error = self._receive(stream, block)
+        finally:
+            if error is not None:
+                self.break_off(error)
+
+    def _receive(self, stream: Stream, block: bool) -> KVCommError | None:
+        """Receiving lock held; why the channel is to be broken off, if so."""
+        with self._posting:
+            if self._broken is not None:
+                return None
+            expected = stream.first_awaited()
+            if not expected:
+                return stream.unexpected()
+        ended, error = stream.receive(expected, block=block)
+        with self._posting:
+            stream.finish(ended)
+            if stream.idle:
+                self._transport.rest(stream)
+        return error
 
     def expire(self, now: float) -> float:
         """End what is overdue; when to look again."""
@@ -137,18 +152,23 @@ class TcpChannel:
         return operation
 
     def _post(self, operations: list[TcpOperation], deadline: float) -> None:
-        now = self._transport.now()
+        now = self._transport.now() if self._transport.ours else deadline
         error = self._refusal(deadline, now)
         if error is not None:
             for operation in operations:
                 operation.end(error)
             return
         fit = self._inside(operations)
-        with self._posting:
-            for stream, share in self._shares(fit) if fit else ():
-                error = self._put(stream, share, deadline, now) or error
-        if error is not None:
-            self.break_off(error)
+        if not fit:
+            return
+        error = _INTERRUPTED
+        try:
+            with self._posting:
+                errors = [self._put(stream, share, deadline, now) for stream, share in self._shares(fit)]
+            error = next(filter(None, errors), None)
+        finally:
+            if error is not None:
+                self.break_off(error)
 
     def _refusal(self, deadline: float, now: float) -> KVCommError | None:
         if self._broken is not None:
@@ -188,7 +208,13 @@ class TcpChannel:
         """Which stream carries what: the least loaded one gets the next."""
         if len(self.streams) == 1:
             return [(self.streams[0], operations)]
-        return [(min(self.streams, key=lambda stream: stream.load_bytes), operations)]
+        loads = {stream: stream.load_bytes for stream in self.streams}
+        shares: dict[Stream, list[TcpOperation]] = {}
+        for operation in operations:
+            stream = min(loads, key=loads.__getitem__)
+            loads[stream] += operation.load_bytes
+            shares.setdefault(stream, []).append(operation)
+        return list(shares.items())
 
     def _send(self, stream: Stream, now: float) -> KVCommError | None:
         """Posting lock held."""
@@ -197,7 +223,7 @@ class TcpChannel:
         try:
             self._transport.want_to_send(stream, not stream.send(now))
         except OSError as error:
-            return Unavailable(f"the connection to the pool broke: {error.strerror or error}")
+            return broke(error)
         return None
 
 

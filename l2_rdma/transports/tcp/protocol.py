@@ -43,6 +43,7 @@ REQUEST = struct.Struct("<B3xIQQQ32x")
 REPLY_HEADS = [struct.Struct(f"<IIQ{padding}x") for padding in range(ALIGNMENT)]
 """By padding: number, status, and the length of a read or write, the old word of an atomic, or why
 goodbye."""
+_HEAD_BYTES_MIN = REPLY_HEADS[0].size
 HEAD_BYTES_MAX = REPLY_HEADS[-1].size
 
 READ, WRITE, FETCH_ADD, COMPARE_SWAP = range(1, 5)
@@ -57,8 +58,9 @@ OUTSIDE, GARBAGE, TICKET = range(1, 4)
 
 
 class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
-    hosts: list[str]
-    """Where the pool listens, to be tried in this order."""
+    """Where the pool listens."""
+
+    host: str
     port: int
 
 
@@ -73,9 +75,14 @@ class TcpAnswer(msgspec.Struct, frozen=True, array_like=True):
     secret: bytes
 
 
+def head_bytes(length: int) -> int:
+    """How long the head is that goes before ``length`` bytes of a reply."""
+    return _HEAD_BYTES_MIN + -(_HEAD_BYTES_MIN + length) % ALIGNMENT
+
+
 def reply_head(length: int) -> struct.Struct:
     """What goes before ``length`` bytes of a reply."""
-    return REPLY_HEADS[-(REPLY_HEADS[0].size + length) % ALIGNMENT]
+    return REPLY_HEADS[head_bytes(length) - _HEAD_BYTES_MIN]
 
 
 def goodbye_error(reason: int) -> KVCommError:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 
@@ -37,7 +38,9 @@ STREAMS_PER_HOLDER_MAX = 64
 _BACKLOG = 256
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPTS_PER_TURN = 32
-_STARVED_S = 0.05
+_DEAF_S = 0.25
+"""How long nobody is accepted after there was no descriptor or memory for somebody."""
+_WILDCARDS = ("", "0.0.0.0", "::")
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class TcpProvider:
     """The pool's side.  One thread serves all streams and sleeps while none has anything to say.
 
     Args:
-        host: a local address to listen on.
+        host: the local address, or its name, to listen on; clients are told to call it.
 
     Raises:
         Unavailable: nothing can listen there.
@@ -60,7 +63,7 @@ class TcpProvider:
         self._clock = clock
         self._process = os.getpid()
         self._listener = _listen(host)
-        self._offer = TcpOffer(_reachable_as(host), self._listener.getsockname()[1])
+        self._offer = TcpOffer(host, self._listener.getsockname()[1])
         header = region.header
         self._welcome = WELCOME.pack(MAGIC, header.incarnation, header.layout.region_bytes)
         self._lock = threading.Lock()  # of what both the event loop and the thread use: the next two
@@ -72,7 +75,7 @@ class TcpProvider:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._accepting = True
+        self._deaf_until: float | None = None
         self._closing = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvcomm-tcp", daemon=True)
@@ -108,7 +111,8 @@ class TcpProvider:
             return
         self._closed = True
         if os.getpid() != self._process:
-            return  # a forked child: the thread, and what it serves, are its parent's
+            self._abandon()
+            return
         with self._lock:
             self._closing = True
             held = [serving for streams in self._held.values() for serving in streams]
@@ -121,12 +125,25 @@ class TcpProvider:
         self._epoll.close()
         os.close(self._wake)
 
+    def _abandon(self) -> None:
+        """In a forked child: it has no thread, and the streams are its parent's; only the descriptors are
+        its own."""
+        for serving in self._streams.values():
+            serving.socket.close()
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._wake)
+
     def _run(self) -> None:
         try:
             while not self._closing:
-                for descriptor, events in self._epoll.poll(self._patience_s()):
-                    self._turn(descriptor, events)
-                self._dismiss_late_strangers()
+                events = dict(self._epoll.poll(self._patience_s()))
+                knocked = events.pop(self._listener.fileno(), 0)
+                for descriptor, what in events.items():
+                    self._turn(descriptor, what)
+                if knocked:
+                    self._accept()  # last: no event above is of the former owner of a new one's descriptor
+                self._look_after(self._clock())
         finally:
             for serving in list(self._streams.values()):
                 self._end(serving)
@@ -136,8 +153,6 @@ class TcpProvider:
         serving = self._streams.get(descriptor)
         if serving is not None:
             self._serve(serving, events)
-        elif descriptor == self._listener.fileno():
-            self._accept()
         elif descriptor == self._wake:
             os.eventfd_read(self._wake)
 
@@ -150,18 +165,16 @@ class TcpProvider:
 
     def _patience_s(self) -> float | None:
         """How long nothing needs to be done, whoever is silent."""
-        if not self._accepting:
-            return _STARVED_S
-        if not self._strangers:
-            return None
-        return max(0.0, next(iter(self._strangers)).hello_deadline - self._clock())
+        times = [] if self._deaf_until is None else [self._deaf_until]
+        times += [each.hello_deadline for each in islice(self._strangers, 1)]
+        return max(0.0, min(times) - self._clock()) if times else None
 
-    def _dismiss_late_strangers(self) -> None:
-        now = self._clock()
+    def _look_after(self, now: float) -> None:
+        """Dismiss who has been a stranger for too long; listen again."""
         for serving in [each for each in self._strangers if each.hello_deadline <= now]:
             self._end(serving)
-        if not self._accepting:
-            self._accepting = True
+        if self._deaf_until is not None and self._deaf_until <= now:
+            self._deaf_until = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
 
     def _accept(self) -> None:
@@ -173,7 +186,7 @@ class TcpProvider:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     _log.warning("cannot accept a stream: %s", error)
-                    self._accepting = False  # it stays readable: look again a little later
+                    self._deaf_until = self._clock() + _DEAF_S  # the listener stays readable
                     self._epoll.modify(self._listener.fileno(), 0)
                     return
                 continue  # the client is gone already
@@ -199,9 +212,9 @@ class TcpProvider:
             self._clock() + HELLO_TIMEOUT_S,
             self._clock,
         )
+        self._epoll.register(accepted.fileno(), serving.interest)
         self._strangers[serving] = None
         self._streams[accepted.fileno()] = serving
-        self._epoll.register(accepted.fileno(), serving.interest)
 
     def _redeem(self, serving: Serving, number: int, secret: bytes) -> bool:
         """Whether the ticket is good; then the stream is its holder's.  In the serving thread."""
@@ -232,22 +245,12 @@ class TcpProvider:
 
 
 def _listen(host: str) -> socket.socket:
+    if host in _WILDCARDS:
+        raise Unavailable(f"tcp listens on one address that clients can call, not on {host!r}")
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise Unavailable(f"tcp cannot listen on {host!r}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
-
-
-def _reachable_as(host: str) -> list[str]:
-    """Names by which clients reach what listens on ``host``: of a wildcard, this host's own."""
-    if host not in ("", "0.0.0.0", "::"):
-        return [host]
-    own = socket.gethostname()
-    try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        found = []
-    return list(dict.fromkeys([*found, own]))

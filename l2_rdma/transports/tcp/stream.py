@@ -28,7 +28,7 @@ from l2_rdma.transports.tcp.protocol import (
     REQUEST,
     WRITE,
     goodbye_error,
-    reply_head,
+    head_bytes,
 )
 
 REPLIES_AT_ONCE = 128
@@ -74,7 +74,7 @@ class TcpOperation(Operation):
         self.second = second
         self.memory = memory
         self.reply_bytes = first if kind == READ else 0
-        self.head_bytes = reply_head(self.reply_bytes).size
+        self.head_bytes = head_bytes(self.reply_bytes)
         self.load_bytes = _EACH_BYTES + (first if memory is not None else 0)
 
     def end(self, error: KVCommError | None, value: int = 0) -> None:
@@ -133,6 +133,8 @@ class Stream:
             except BlockingIOError:
                 return False
             self._move_sent(sent)
+            if sent < sum(map(len, batch)):
+                return False
         return True
 
     def first_awaited(self) -> list[TcpOperation]:
@@ -143,21 +145,30 @@ class Stream:
         """Receive replies, or parts; how many came to their end, and why the stream is over, if so.
 
         Args:
-            expected: what :meth:`first_awaited` said.
+            expected: what :meth:`first_awaited` said, not nothing.
             block: wait, shortly, until all of it is there.
         """
         flags = socket.MSG_WAITALL if block else socket.MSG_DONTWAIT
         try:
-            if not expected:
-                return 0, self._unexpected()
             got = self.socket.recvmsg_into(self._places(expected), 0, flags)[0]
         except BlockingIOError:
             return 0, None
         except OSError as error:
-            return 0, Unavailable(f"the connection to the pool broke: {error.strerror or error}")
+            return 0, broke(error)
         if not got:
             return 0, Unavailable("the pool has closed the connection")
         return self._sort(expected, got)
+
+    def unexpected(self) -> KVCommError | None:
+        """Why the stream is over, if it is readable while nothing is awaited."""
+        try:
+            if self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
+                return Corrupt("the pool sends what nobody asked for")
+        except BlockingIOError:
+            return None  # it is not: the event was of another socket, closed since
+        except OSError as error:
+            return broke(error)
+        return Unavailable("the pool has closed the connection")
 
     def finish(self, count: int) -> None:
         """Forget the first ``count``, whose replies have come."""
@@ -237,11 +248,11 @@ class Stream:
         places: list[memoryview] = []
         got, size = self._got_bytes, 0
         for index, operation in enumerate(expected):
-            head_bytes = operation.head_bytes
-            if got < head_bytes:
-                places.append(self._heads[index][got:head_bytes])
-                got = head_bytes
-            missing = operation.reply_bytes - (got - head_bytes)
+            head = operation.head_bytes
+            if got < head:
+                places.append(self._heads[index][got:head])
+                got = head
+            missing = operation.reply_bytes - (got - head)
             if missing:
                 view = operation.memory
                 if view is None:
@@ -249,7 +260,7 @@ class Stream:
                     if missing > BIN_BYTES:
                         break
                 else:
-                    places.append(view[got - head_bytes :] if got > head_bytes else view)
+                    places.append(view[got - head :] if got > head else view)
             size += missing
             if size >= REPLY_BYTES_AT_ONCE:
                 break
@@ -262,14 +273,14 @@ class Stream:
         ended = 0
         heads = _ANY_HEAD.iter_unpack(self._heads_memory)
         for operation, (number, status, value) in zip(expected, heads, strict=False):
-            head_bytes = operation.head_bytes
-            if got < head_bytes:
+            head = operation.head_bytes
+            if got < head:
                 break
-            if before < head_bytes:
+            if before < head:
                 error = _breach(operation, number, status, value)
                 if error is not None:
                     return ended, error
-            whole = head_bytes + operation.reply_bytes
+            whole = head + operation.reply_bytes
             if got < whole:
                 break
             got -= whole
@@ -281,11 +292,9 @@ class Stream:
         self._got_bytes = got
         return ended, None
 
-    def _unexpected(self) -> KVCommError | None:
-        """The socket is readable, and nothing is awaited."""
-        if self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-            return Corrupt("the pool sends what nobody asked for")
-        return Unavailable("the pool has closed the connection")
+
+def broke(error: OSError) -> KVCommError:
+    return Unavailable(f"the connection to the pool broke: {error.strerror or error}")
 
 
 def _breach(operation: TcpOperation, number: int, status: int, value: int) -> KVCommError | None:

@@ -48,7 +48,7 @@ class TcpTransport:
     def __init__(self, stream_count: int = STREAM_COUNT, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream_count = stream_count
         self._clock = clock
-        self._process = os.getpid()
+        self._born = _fork_count
         self._loop = PollLoop(self._poll, clock)
         self._epoll = select.epoll()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -94,6 +94,8 @@ class TcpTransport:
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
+        if not self.ours:
+            raise ValueError("the transport was made by the process that this one was forked from")
         self._loop.wait(operations)
 
     def close(self) -> None:
@@ -125,7 +127,7 @@ class TcpTransport:
     @property
     def ours(self) -> bool:
         """Whether this process made it: a forked child has no part in its parent's streams."""
-        return os.getpid() == self._process
+        return self._born == _fork_count
 
     def now(self) -> float:
         """Monotonic seconds.  Whatever was overdue has ended when this returns."""
@@ -138,9 +140,7 @@ class TcpTransport:
         """Something is under way."""
         with self._lock:
             self._busy.add(stream)
-            self._earliest = min(self._earliest, deadline)
-            if deadline < self._wakes_at:
-                os.eventfd_write(self._alarm, 1)
+            self._look_by(deadline)
 
     def rest(self, stream: Stream) -> None:
         """Nothing is under way any more."""
@@ -210,27 +210,30 @@ class TcpTransport:
             channels = {channel for channel, stream in self._channels.values() if stream in self._busy}
         earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
         with self._lock:
-            self._earliest = min(self._earliest, earliest)
+            self._look_by(earliest)
+
+    def _look_by(self, deadline: float) -> None:
+        """Lock held: look for what is overdue then, at the latest."""
+        self._earliest = min(self._earliest, deadline)
+        if deadline < self._wakes_at:
+            os.eventfd_write(self._alarm, 1)
 
     def _open(self, where: TcpOffer, hello: bytes, header: RegionHeader, deadline: float) -> socket.socket:
-        """One stream, to the first of the hosts that answers."""
-        refused: list[str] = []
-        for host in where.hosts:
-            try:
-                connected = socket.create_connection((host, where.port), self._left_s(deadline))
-            except (OSError, UnicodeError) as error:
-                refused.append(f"{host}: {error}")
-                continue
-            try:
-                self._greet(connected, hello, header, deadline)
-                return connected
-            except OSError as error:
-                connected.close()
-                raise Unavailable(f"the pool does not answer on port {where.port}: {error}") from error
-            except BaseException:
-                connected.close()
-                raise
-        raise Unavailable(f"the pool's port {where.port} cannot be reached ({'; '.join(refused)})")
+        """One stream, greeted and ready."""
+        there = f"the pool's port for tcp, {where.host}:{where.port},"
+        try:
+            connected = socket.create_connection((where.host, where.port), self._left_s(deadline))
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise Unavailable(f"{there} cannot be reached: {error}") from error
+        try:
+            self._greet(connected, hello, header, deadline)
+        except OSError as error:
+            connected.close()
+            raise Unavailable(f"{there} does not answer: {error}") from error
+        except BaseException:
+            connected.close()
+            raise
+        return connected
 
     def _greet(self, connected: socket.socket, hello: bytes, header: RegionHeader, deadline: float) -> None:
         tune(connected)
@@ -263,6 +266,16 @@ class TcpTransport:
         if left_s <= 0:
             raise Unavailable("the pool could not be reached in time")
         return left_s
+
+
+def _count_fork() -> None:
+    global _fork_count  # noqa: PLW0603, the process is one
+    _fork_count += 1
+
+
+_fork_count = 0
+"""Of this process's ancestors and itself: cheaper to look at than the process's number, and no less sure."""
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class TcpRegistration:

@@ -2,7 +2,8 @@
 
 ``transport`` and ``channel`` are a client's side, ``provider`` a pool's; ``hub`` is what all channels of a
 device share, ``pair`` one end of a connection, ``device`` the choice of device, port and GID, and
-``binding`` the only module that imports pyverbs, when it is first asked for.
+``binding`` the only module that imports pyverbs, when it is first asked for.  ``gpudirect`` lets READs land
+in GPU memory, where the hardware can.
 
 Runs on InfiniBand and RoCE v2; in software on the kernel's ``rdma_rxe``.  The order of ending is that of the
 objects: operations, queue pairs, registered memory, completion queue, protection domain, device.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 import os
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -100,13 +101,17 @@ def event_channel(binding: Binding, context: Any) -> tuple[Any, int | None]:
     pyverbs 44 does not tell the descriptor; it is the one that appears when the channel is made.  ``None`` =
     it could not be told apart from others: then one polls.
     """
-    before = _event_descriptors()
-    channel = binding.CompChannel(context)
-    descriptor = getattr(channel, "fd", None)
-    if descriptor is None:
-        appeared = _event_descriptors() - before
-        descriptor = appeared.pop() if len(appeared) == 1 else None
+    with _one_at_a_time:
+        before = _event_descriptors()
+        channel = binding.CompChannel(context)
+        descriptor = getattr(channel, "fd", None)
+        if descriptor is None:
+            appeared = _event_descriptors() - before
+            descriptor = appeared.pop() if len(appeared) == 1 else None
     return channel, descriptor
+
+
+_one_at_a_time = threading.Lock()
 
 
 def _event_descriptors() -> set[int]:

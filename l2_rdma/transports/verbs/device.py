@@ -22,6 +22,10 @@ from l2_rdma.transports.verbs.binding import Binding, explain
 READS_MAX = 16
 """READs and atomics that a queue pair has under way on the wire at once; more wait in the device."""
 _GID_TABLE_MAX = 1024
+_NO_DEVICE = (
+    "this host has no RDMA device (if /sys/class/infiniband has one, its driver for libibverbs is missing: "
+    "ibverbs-providers)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ def open_device(binding: Binding, name: str = "") -> Device:
             return _open(binding, each)
         except KVCommError as error:
             reasons.append(f"{each}: {error.message}")
-    raise Unavailable("; ".join(reasons) or "this host has no RDMA device")
+    raise Unavailable("; ".join(reasons) or _NO_DEVICE)
 
 
 def device_names(binding: Binding) -> list[str]:

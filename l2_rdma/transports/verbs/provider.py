@@ -59,6 +59,7 @@ class VerbsProvider:
     def __init__(self, region: Region, device: Device) -> None:
         self.report: DeviceReport = device.report
         self._device = device
+        self._tenant = region.header.tenant
         self._pairs: dict[int, deque[Pair]] = {}
         self._closed = False
         self._registration: Any = None
@@ -82,6 +83,8 @@ class VerbsProvider:
             peer = check(msgspec.msgpack.decode(proposal, type=Endpoint), "a client")
         except msgspec.DecodeError as error:
             raise Corrupt(f"a proposal of verbs that is none: {error}") from error
+        if tenant != self._tenant:
+            raise Refused("this node's memory is not shared with this tenant")
         if self._closed:
             raise Refused("this node is closing its RDMA channels")
         constants = self._device.binding.constants

@@ -192,5 +192,15 @@ def test_a_peer_without_a_token_is_the_callers_mistake(run: Doctor) -> None:
     assert "needs a token" in str(result.exception)
 
 
+def test_a_peer_that_is_no_address_is_the_callers_mistake(run: Doctor, fake: FakeTrials) -> None:
+    assert isinstance(run("--peer", "10.0.0.9").exception, ConfigError)
+    assert fake.asked == []
+
+
+def test_the_gpu_that_pools_are_on_is_the_one_that_is_tried(run: Doctor, fake: FakeTrials) -> None:
+    run(text="cache: {l2_device: 'cuda:3', l2_size: 1MiB, l3_size: 1MiB}\nnetwork: {transports: [cuda]}\n")
+    assert fake.wires == [WireOptions(cuda_device=3)]
+
+
 def test_an_instance_that_is_not_there_is_said(run: Doctor) -> None:
     assert isinstance(run("--instance", "none").exception, InstanceMissing)

@@ -45,6 +45,15 @@ def test_the_table_says_what_was_measured_and_the_lines_why_not() -> None:
     ]
 
 
+def test_what_agents_of_other_hosts_would_use_is_told_where_this_host_needs_no_wire() -> None:
+    near = Trial("shm", "works", "", 4e-6, 9e9)
+    assert printed(tried(TRIALS | {"shm": near}))[-1] == (
+        "  agents of other hosts: verbs, if the network is like this host's own (--peer)"
+    )
+    alone = {name: Trial(name, "refused", "no") for name in NAMES} | {"shm": near}
+    assert "other hosts" not in "".join(printed(tried(alone)))
+
+
 def test_columns_that_nobody_fills_are_left_out() -> None:
     only = {name: Trial(name, "works", "", 1e-5, 1e9) for name in NAMES}
     assert printed(tried(only))[1].split() == ["transport", "verdict", "4", "KiB", "1", "MiB"]

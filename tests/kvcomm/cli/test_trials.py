@@ -95,6 +95,20 @@ def test_what_runs_everywhere_works_between_processes(transport: str) -> None:
     assert trial.bytes_per_s > 1e6
 
 
+def test_slots_on_a_gpu_are_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = Trials(WireOptions(), command=(sys.executable, "-m", "tests.kvcomm.cli.trial_on_host_gpu"))
+    with tempfile.TemporaryDirectory(prefix="kvc-") as gpu_memory:
+        monkeypatch.setenv("TMPDIR", gpu_memory)
+        trial = on_gpu.between_processes("cuda")
+    assert trial.verdict == "works", trial.reason
+    assert trial.bytes_per_s > 1e6
+    assert trial.facts == {
+        "device": "0: Plain memory",
+        "compute capability": "9.0",
+        "dma-buf export (for GPUDirect RDMA)": "no: plain memory",
+    }
+
+
 def test_a_running_pool_is_measured(tmp_path: Path) -> None:
     with pool_thread(tmp_path) as pool:
         trial = Trials(WireOptions()).to_pool("shm", pool.address, CREDENTIALS.token(TENANT_NAME))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ def end_with(number: signal.Signals) -> None:
 
 
 def main(how: str, role: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     order = json.loads(sys.stdin.readline())
     assert (order["transport"], order["rdma_device"]) == ("verbs", "mlx5_0")
     if how == f"{role}-segfaults":

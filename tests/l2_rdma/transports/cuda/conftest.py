@@ -30,12 +30,18 @@ def real_gpu(ordinal: int = 0) -> Gpu:
     try:
         return open_gpu(ordinal)
     except Unavailable as error:
-        pytest.skip(f"needs an NVIDIA GPU: {error}")
+        pytest.skip(f"needs {'an NVIDIA GPU' if not ordinal else 'two NVIDIA GPUs'}: {error}")
 
 
 @pytest.fixture(scope="session")
 def cuda_gpu() -> Gpu:
     return real_gpu()
+
+
+@pytest.fixture(scope="session")
+def second_gpu(cuda_gpu: Gpu) -> Gpu:
+    """Another one, which the first one reaches."""
+    return real_gpu(1)
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -150,3 +150,22 @@ def test_a_device_buffer_checks_itself():
     with pytest.raises(ValueError, match="not memory of a GPU"):
         DeviceBuffer.of(b"bytes")
     assert DeviceBuffer.of(DeviceBuffer(4096, 8)).nbytes == 8
+
+
+@pytest.mark.gpu
+def test_a_tensor_made_from_a_view_shares_its_memory_and_keeps_its_pin(make_pool, gpu):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available() or not hasattr(gpu, "ordinal"):
+        pytest.skip("torch shares memory of a real GPU only")
+    pool = make_pool()
+    pool.put(1)
+    [block] = pool.reader.view([key_of(1)])
+
+    tensor = torch.as_tensor(block.payload, device="cuda")
+    assert tensor.data_ptr() == block.payload.pointer
+    assert DeviceBuffer.of(tensor).nbytes == PAYLOAD_BYTES
+    del block
+    assert tensor.cpu().numpy().tobytes() == payload_of(1)
+    assert pool.reader.pins.pinned_count == 1
+    del tensor
+    assert pool.reader.pins.pinned_count == 0

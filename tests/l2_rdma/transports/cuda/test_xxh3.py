@@ -32,9 +32,18 @@ extern "C" u64 digest(const u8 *payload, u64 length, u64 *sums) {
     return merged(acc, length);
 }
 """
-# Around every boundary: shortest, stripe, block, the unrolled walk's 16 and 32 blocks, and odd lengths.
+# Around every boundary: shortest, stripe, block, the unrolled walk's 32 and 64 blocks, and odd lengths.
 LENGTHS = [241, 255, 256, 257, 320, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 16 << 10, (16 << 10) + 1]
-LENGTHS += [(17 << 10) + 63, 32 << 10, (32 << 10) + 1, (33 << 10) + 8, 100_003, 1 << 20]
+LENGTHS += [
+    (17 << 10) + 63,
+    32 << 10,
+    (32 << 10) + 1,
+    (33 << 10) + 8,
+    64 << 10,
+    (64 << 10) + 1,
+    (65 << 10) + 9,
+]
+LENGTHS += [100_003, 1 << 20]
 
 
 @pytest.fixture(scope="module")

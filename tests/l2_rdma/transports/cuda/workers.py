@@ -96,30 +96,34 @@ async def pool(directory: Path, name: str, size: str) -> None:
 
 
 def write(address: str, name: str, directory: Path) -> None:
-    """Until standard input ends."""
+    """All keys once, then any until standard input ends."""
     attached = attach(address, name, directory)
     mirror = Mirror(attached.channel.region.gpu)
     pick, stored = random.Random(1), 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        for _ in range(16):
-            number = pick.randrange(KEYS)
+    numbers = list(range(KEYS))
+    while len(numbers) == KEYS or not select.select([sys.stdin], [], [], 0)[0]:
+        for number in numbers:
             status = attached.put([(header(number), mirror.up(expected(number)))], soon())[0]
             assert status in ("stored", "present", "full", "pending", "expired"), status
             stored += status == "stored"
+        if len(numbers) == KEYS:
+            say(begun=True)
+        numbers = [pick.randrange(KEYS) for _ in range(16)]
     say(stored=stored)
     attached.close()
 
 
-def read(address: str, name: str, directory: Path, reads: int, seconds: float, mode: str) -> None:
-    """``reads`` reads, or for so many ``seconds``, or until the first wrong byte, or the end of the pool."""
+def read(address: str, name: str, directory: Path, wanted: int, seconds: float, mode: str) -> None:
+    """Until so many hits, for so many ``seconds``, until the first wrong byte, or the end of the pool."""
     attached = attach(address, name, directory, 0 if mode == "copy" else 8)
     reader, pick = attached.reader, random.Random(len(mode))
     mirror = Mirror(attached.channel.region.gpu)
     held: list[tuple[int, DeviceBuffer]] = []
     done = wrong = hits = 0
+    said_held = False
     end = time.monotonic() + seconds
     say(ready=True)
-    while done < reads and not wrong and time.monotonic() < end and attached.alive():
+    while hits < wanted and not wrong and time.monotonic() < end and attached.alive():
         number = pick.randrange(KEYS)
         done += 1
         if mode in ("remote", "trust"):
@@ -137,6 +141,9 @@ def read(address: str, name: str, directory: Path, reads: int, seconds: float, m
             hits += 1
             wrong += bytes(mirror.down(block.payload)) != expected(number)
             held.append((number, block.payload))
+            if not said_held:
+                said_held = True
+                say(held=True)
         if len(held) > VIEWS_HELD_MAX:
             number, payload = held.pop(0)
             wrong += bytes(mirror.down(payload)) != expected(number)
@@ -190,8 +197,8 @@ def main(role: str, *arguments: str) -> None:
     elif role == "write":
         write(arguments[0], arguments[1], Path(arguments[2]))
     else:
-        address, name, directory, reads, seconds, mode = arguments
-        read(address, name, Path(directory), int(reads), float(seconds), mode)
+        address, name, directory, wanted, seconds, mode = arguments
+        read(address, name, Path(directory), int(wanted), float(seconds), mode)
 
 
 if __name__ == "__main__":

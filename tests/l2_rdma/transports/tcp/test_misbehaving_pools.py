@@ -60,7 +60,7 @@ class ScriptedPool:
 
     @property
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(TcpOffer(["127.0.0.1"], self._listener.getsockname()[1]))
+        return msgspec.msgpack.encode(TcpOffer("127.0.0.1", self._listener.getsockname()[1]))
 
     def connect(self, deadline: float | None = None) -> TcpChannel:
         greeter = threading.Thread(target=self._greet)

@@ -17,6 +17,7 @@ from l2_rdma.transports.tcp.protocol import (
     TICKET,
     WELCOME,
     goodbye_error,
+    head_bytes,
     reply_head,
 )
 
@@ -24,6 +25,7 @@ from l2_rdma.transports.tcp.protocol import (
 @pytest.mark.parametrize("length", [0, 1, 8, 15, 16, 47, 48, 49, 64, 511, 512, 4096, (2 << 20) + 256, 12_345])
 def test_every_reply_ends_where_a_line_ends(length: int) -> None:
     head = reply_head(length)
+    assert head.size == head_bytes(length)
     assert (head.size + length) % ALIGNMENT == 0
     assert 16 <= head.size <= HEAD_BYTES_MAX
     assert head.unpack(head.pack(3, 1, length)) == (3, 1, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -38,6 +39,7 @@ from l2_rdma.transports.tcp.protocol import (
 )
 from l2_rdma.transports.tcp.provider import STRANGERS_MAX, TcpProvider
 from l2_rdma.transports.tcp.serving import UNSENT_BYTES_MAX
+from l2_rdma.transports.tcp.sockets import SILENCE_MAX_S
 from tests.l2_rdma.regions import OTHER_TENANT, TENANT
 from tests.l2_rdma.transports.tcp.wired import HOLDER, PATIENCE_S, SLAB_BYTES, Wired, soon
 from tests.peers import until
@@ -73,9 +75,10 @@ def test_another_tenant_gets_no_ticket(wired: Wired) -> None:
         wired.provider.open(HOLDER, OTHER_TENANT, msgspec.msgpack.encode(TcpProposal(1)))
 
 
-def test_nothing_listens_where_nothing_can(wired: Wired) -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "", "no such host"])
+def test_nothing_listens_where_nothing_can_be_called(wired: Wired, host: str) -> None:
     with pytest.raises(Unavailable, match="listen"):
-        TcpProvider(wired.region, "192.0.2.1")
+        TcpProvider(wired.region, host)
 
 
 def test_a_ticket_lets_in_once(wired: Wired) -> None:
@@ -314,12 +317,64 @@ def test_nothing_is_left_open(make_wired) -> None:
     assert not wired.provider._thread.is_alive()
 
 
+def test_a_pool_without_a_descriptor_left_serves_those_it_has_and_accepts_later(wired: Wired) -> None:
+    channel = wired.connect()
+    client = socket.socket()
+    client.settimeout(PATIENCE_S)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, limits[1]))
+        spare = _take_descriptors()
+        client.connect(("127.0.0.1", wired.port))
+        until(lambda: wired.provider._deaf_until is not None)
+        assert wired.fetch(channel, wired.slots, 8) == bytes(8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in spare:
+        os.close(descriptor)
+    ticket = wired.ticket()
+    client.sendall(HELLO.pack(MAGIC, ticket.number, ticket.secret))
+    assert client.recv(64, socket.MSG_WAITALL).startswith(MAGIC)
+    client.close()
+
+
+def _take_descriptors() -> list[int]:
+    """All that the limit leaves."""
+    taken = []
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    return taken
+
+
+def test_a_host_that_vanishes_is_noticed_by_both_sides(wired: Wired) -> None:
+    """Unplugging is for another machine; here, that the kernel is told to look."""
+    channel = wired.connect()
+    until(lambda: bool(wired.provider._held))
+    [serving] = wired.provider._held[HOLDER]
+    for stream in (channel.streams[0].socket, serving.socket):
+        assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes_s = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + stream.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPINTVL
+        ) * stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert probes_s <= SILENCE_MAX_S
+        assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_MAX_S * 1000
+        assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_disturb_its_parent(wired: Wired) -> None:
     channel = wired.connect()
     wired.fetch(channel, 0, 8)
+    into = memoryview(bytearray(8))
+    under_way = channel.read([Extent(wired.slots, 8)], [into], soon())
     child = os.fork()
     if not child:
         try:
+            with pytest.raises(ValueError, match="forked"):
+                wired.transport.wait(under_way)
             operation = channel.write(Extent(wired.slots, 1), b"x", soon())
             fine = operation.done and isinstance(operation.error, Unavailable)
             wired.provider.close()
@@ -328,5 +383,6 @@ def test_a_forked_child_does_not_disturb_its_parent(wired: Wired) -> None:
         except BaseException:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+    wired.finish(*under_way)
     assert wired.fetch(channel, wired.slots, 1) == b"\0"
     assert wired.fetch(wired.connect(), wired.slots, 1) == b"\0"

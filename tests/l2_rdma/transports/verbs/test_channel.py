@@ -3,11 +3,13 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvcomm.errors import Refused, Unavailable
 from l2_rdma.transports.port import Extent
+from l2_rdma.transports.verbs import hub
 from l2_rdma.transports.verbs.channel import SEND_QUEUE_DEPTH, SIGNAL_EVERY
 from tests.l2_rdma.transports.verbs.fabric import CONSTANTS, Card
 from tests.peers import PATIENCE_S, soon, until
@@ -309,6 +311,42 @@ def test_memory_under_way_outlives_its_registration(net, channel, data):
     assert len(net.fabric.regions) == regions - 1
 
 
+def test_what_came_before_a_refusal_has_been_done(net, channel, data):
+    """Only the refused one of a chain tells; that the others were done follows from their order."""
+    end = channel.header.layout.region_bytes
+    longer = replace(channel.header.layout, region_bytes=end + 4096)
+    channel.header = replace(channel.header, layout=longer)
+    into = [memoryview(bytearray(64)) for _ in range(4)]
+    begin = net.region.header.layout.slots_offset
+    extents = [Extent(begin, 64), Extent(begin + 64, 64), Extent(end, 64), Extent(begin, 64)]
+    reads = channel.read(extents, into, soon())
+    net.transport.wait(reads)
+
+    assert [type(each.error) for each in reads] == [type(None), type(None), Refused, Unavailable]
+    assert b"".join(into[:2]) == data[:128]
+    assert not any(map(any, into[2:]))
+
+
+def test_ending_one_channel_keeps_the_completions_of_the_others(net, channel, data):
+    other = net.connect(2)
+    net.fabric.held = True
+    mine, _ = read(net, channel, 0, 64)
+    patient, into = read(net, other, 64, 64, deadline=soon(2.0))
+    net.fabric.release()
+    channel.close()
+    net.transport.wait([mine, patient])
+
+    assert patient.error is None
+    assert into == data[64:128]
+
+
+@pytest.fixture
+def no_short_naps(monkeypatch):
+    """Who is not woken sleeps until its deadline."""
+    monkeypatch.setattr(hub, "SLEEP_S_MAX", 60.0)
+
+
+@pytest.mark.usefixtures("no_short_naps")
 @pytest.mark.parametrize("end", ["completion", "close"])
 def test_a_sleeping_waiter_is_woken(net, channel, end):
     net.fabric.held = True
@@ -329,6 +367,7 @@ def test_a_sleeping_waiter_is_woken(net, channel, end):
     assert (reading.error is None) == (end == "completion")
 
 
+@pytest.mark.usefixtures("no_short_naps")
 def test_what_another_thread_has_reaped_wakes_the_sleeper_too(net, channel):
     net.fabric.held = True
     reading, _ = read(net, channel, 0, 64)
@@ -344,6 +383,35 @@ def test_what_another_thread_has_reaped_wakes_the_sleeper_too(net, channel):
     assert not waiter.is_alive()
 
 
+def test_events_that_came_while_falling_asleep_do_not_pile_up(net, channel, monkeypatch):
+    """The queue is armed, the completion arrives, the last look finds it: nobody takes the event."""
+    shared = net.transport._hub
+    look = shared.turn
+    for _ in range(5):
+        net.fabric.held = True
+        reading, _ = read(net, channel, 0, 64)
+        shared._seen_count = shared._ended_count
+        monkeypatch.setattr(shared, "turn", lambda: (net.fabric.release(), look())[1])
+        shared._sleep(5.0)
+        monkeypatch.undo()
+
+        assert reading.done
+        assert shared._channel.event_count <= 1
+
+
+@pytest.mark.usefixtures("no_short_naps")
+def test_each_sleep_can_be_ended(net, channel):
+    for _ in range(3):
+        net.fabric.held = True
+        reading, _ = read(net, channel, 0, 64)
+        waiter = threading.Thread(target=net.transport.wait, args=([reading],), daemon=True)
+        waiter.start()
+        until(lambda: net.transport._hub._sleeper is not None)
+        net.fabric.release()
+        waiter.join(PATIENCE_S / 2)
+        assert not waiter.is_alive()
+
+
 def test_closing_ends_what_is_under_way_and_frees_everything(net, channel):
     net.fabric.held = True
     reads = [read(net, channel, 0, 64)[0] for _ in range(200)]
@@ -357,11 +425,11 @@ def test_closing_ends_what_is_under_way_and_frees_everything(net, channel):
 
 def test_a_forked_child_touches_nothing(net, channel):
     """As the child sees it: what it closes would be the parent's."""
-    hub = net.transport._hub
+    shared = net.transport._hub
     memory = memoryview(bytearray(64))
     registration = net.transport.register(memory)
     before = net.fabric.objects
-    hub.abandon()
+    shared.abandon()
     registration.close()
     channel.close()
     net.transport.close()
@@ -370,7 +438,7 @@ def test_a_forked_child_touches_nothing(net, channel):
         net.transport.register(memory)
 
     assert after == before
-    hub.closed, channel._broken = False, None  # the parent again
+    shared.closed, channel._broken = False, None  # the parent again
     registration._region.close()
 
 

@@ -8,7 +8,7 @@ from l2_rdma.transports.port import Extent, Provider
 from l2_rdma.transports.verbs.device import open_device
 from l2_rdma.transports.verbs.pair import Endpoint
 from l2_rdma.transports.verbs.provider import CHANNELS_PER_HOLDER_MAX, VerbsProvider
-from tests.l2_rdma.regions import TENANT
+from tests.l2_rdma.regions import OTHER_TENANT, TENANT
 from tests.l2_rdma.transports.verbs.fabric import CONSTANTS, IPV4, Card, Fabric
 from tests.peers import soon
 
@@ -102,6 +102,13 @@ def test_a_proposal_that_is_none_opens_nothing(net, packed):
     objects = net.fabric.objects
     with pytest.raises(Corrupt):
         net.provider.open(1, TENANT, packed)
+    assert net.fabric.objects == objects
+
+
+def test_another_tenant_opens_nothing(net):
+    objects = net.fabric.objects
+    with pytest.raises(Refused, match="tenant"):
+        net.provider.open(1, OTHER_TENANT, proposal())
     assert net.fabric.objects == objects
 
 

@@ -1,8 +1,7 @@
-"""One-sided reads over each transport, beside the barest thing that moves the same bytes over the same wire.
+"""One-sided reads over TCP, beside a blocking socket with no protocol, and what other stores do over TCP.
 
-Over TCP that is a blocking socket with no protocol, and what other stores do over TCP; over RDMA it is a loop
-of READs in pyverbs.  A read here is the transport's own: bytes of another process's region into memory that
-is there already, found and verified by nobody.  A get is a block by its key: found in the index, verified.
+A read here is the transport's own: bytes of another process's region into memory that is there already, found
+and verified by nobody.  A get is a block by its key: found in the index, verified.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bench.channels import channel, mapped
-from bench.peers.bare_verbs import BARE_READ, bare_verbs
 from bench.peers.memory import MEMCPY, Buffers, memcpy
 from bench.peers.mooncake_store import mooncake
 from bench.peers.raw_socket import RAW_SOCKET, raw_socket
@@ -18,29 +16,23 @@ from bench.peers.redis_server import redis_server
 from bench.pool import pools
 from bench.report import Report
 from bench.scale import Scale, size_name
-from bench.timing import Operation, interleave, repeated
+from bench.timing import Operation, interleave
 
 IN_FLIGHT = 16
 TCP, TCP_RUN = "tcp: read", f"tcp: {IN_FLIGHT} reads at once, a read"
 TCP_GET = "tcp: get by key, verified"
 TCP_GET_RUN = f"tcp: {IN_FLIGHT} gets at once, a get"
-VERBS, VERBS_RUN = "verbs: read", f"verbs: {IN_FLIGHT} reads at once, a read"
 SOCKET_TIMES_MAX, STREAM_SHARE_MIN = 1.2, 0.9
 MOONCAKE_TIMES_MIN, REDIS_TIMES_MIN = 2.0, 1.5
-VERBS_SHARE_MIN, VERBS_TIMES_MAX = 0.8, 1.5
-VERBS_BYTES, VERBS_SMALL_BYTES = 1 << 20, 4 << 10
-IN_A_ROW = 8
-"""READs timed as one: in a guest reading the clock costs a good part of a READ."""
 
 
 def run(scale: Scale) -> Report:
-    report = Report("transports", "One-sided reads over each transport")
-    _tcp(scale, report)
-    _verbs(scale, report)
+    report = Report("tcp_reads", "One-sided reads over TCP")
+    _measure(scale, report)
     return report
 
 
-def _tcp(scale: Scale, report: Report) -> None:
+def _measure(scale: Scale, report: Report) -> None:
     size_bytes, size = scale.block_bytes, size_name(scale.block_bytes)
     with ExitStack() as stack:
         [pool] = stack.enter_context(pools(1, transports=["tcp"]))
@@ -93,35 +85,3 @@ def _tcp(scale: Scale, report: Report) -> None:
         for verb, name in (("read", TCP), ("get", TCP_GET)):
             faster = rounds.ratio(best, name)
             report.claim(f"{verb} of {size} over tcp, against {best}", ">=", times_min, "x faster", faster)
-
-
-def _verbs(scale: Scale, report: Report) -> None:
-    with ExitStack() as stack:
-        [pool] = stack.enter_context(pools(1, transports=["verbs"]))
-        region = stack.enter_context(mapped(pool))
-        reads = stack.enter_context(channel(pool, "verbs"))
-        bare = stack.enter_context(bare_verbs(scale.working_set, VERBS_BYTES))
-        if isinstance(reads, str) or isinstance(bare, str):
-            report.skip("reads over verbs, beside bare READs", reads if isinstance(reads, str) else str(bare))
-            return
-        extents = region.payloads(pool.fill(scale.working_set, VERBS_BYTES))
-        bare_run = bare.run(VERBS_BYTES, IN_FLIGHT)
-        large = interleave(
-            [bare_run, reads.of(VERBS_RUN, extents, IN_FLIGHT)], rounds=scale.rounds, turn_s=scale.turn_s
-        )
-        extents = region.payloads(pool.fill(scale.working_set, VERBS_SMALL_BYTES))
-        small = interleave(
-            [
-                repeated(bare.one(VERBS_SMALL_BYTES), IN_A_ROW),
-                repeated(reads.of(VERBS, extents), IN_A_ROW),
-            ],
-            rounds=scale.rounds,
-            turn_s=scale.turn_s,
-        )
-    report.add(large, size_name(VERBS_BYTES), {VERBS_RUN: bare_run.name})
-    report.add(small, size_name(VERBS_SMALL_BYTES), {VERBS: BARE_READ})
-    share, over = large.ratio(bare_run.name, VERBS_RUN), small.ratio(VERBS, BARE_READ)
-    what = f"{IN_FLIGHT} reads of {size_name(VERBS_BYTES)} at once over verbs, share of bare READs' bandwidth"
-    report.claim(what, ">=", VERBS_SHARE_MIN, "x", share)
-    what = f"read of {size_name(VERBS_SMALL_BYTES)} over verbs, over a bare READ"
-    report.claim(what, "<=", VERBS_TIMES_MAX, "x", over)
