@@ -41,9 +41,9 @@ from tests.l2_rdma.pools import TENANT_NAME
 from tests.l2_rdma.regions import header_of, key_of, payload_of
 from tests.peers import CREDENTIALS, IDENTITY, PATIENCE_S, soon
 
-COPY_BYTES = 256 << 10
+COPY_BYTES = 64 << 10
 PAYLOAD_BYTES = COPY_BYTES - HEADER_BYTES
-ROUND_S = 2.0
+ROUND_S = 4.0
 """What a reader gives one round of reads."""
 TENANT = CREDENTIALS.tenant_digest(TENANT_NAME)
 

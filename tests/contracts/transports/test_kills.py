@@ -38,6 +38,8 @@ READS = 1_000
 LARGE = _SLABS | {"region_bytes": 24 << 20}
 """A pool with room for these blocks."""
 DEADLINE_S = 8.0
+PATIENT_S = 60.0
+"""Where all of it is to come, on a machine under load."""
 TTL_S = 1.0
 """Of reservations, where they are to run out; a put under load takes less."""
 SLACK_S = PATIENCE_S
@@ -119,11 +121,12 @@ def test_a_pool_stopped_in_the_middle_of_a_thousand_reads(world: World, start: A
             if not left[0]:
                 pool.signal(signal.SIGSTOP)
 
+        given_s = DEADLINE_S if world.traits.peer_answers else PATIENT_S
         begun = time.monotonic()
         numbers = [number % BLOCKS for number in range(READS)]
-        counts = reading.get(numbers, begun + DEADLINE_S, stop)
+        counts = reading.get(numbers, begun + given_s, stop)
 
-        assert time.monotonic() - begun < DEADLINE_S + SLACK_S
+        assert time.monotonic() - begun < given_s + SLACK_S
         assert counts.wrong == 0
         assert counts.hits >= 20
         assert reading.reader.counters.hits + reading.reader.counters.misses == READS
