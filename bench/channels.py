@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,7 +22,6 @@ from kvcomm.wire.messages import ChannelAsk, ChannelOffers, ChannelOpen, Channel
 from l2_rdma.index import IndexReader
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
-from l2_rdma.rack import Rack
 from l2_rdma.reader import Reader
 from l2_rdma.region import Region
 from l2_rdma.remote import RemoteReader
@@ -130,29 +128,6 @@ def _opened(connection: Connection, transport: Transport) -> Channel:
         return opened.answer
 
     return transport.connect(detail, RegionHeader.unpack(offers.header), ask, deadline)
-
-
-def absent_lookups(members: Mapping[str, Reads], number: int) -> Callable[[], None]:
-    """Look up ``number`` keys that no pool has, each at its home, all posted before any is waited for.
-
-    Args:
-        members: by node.
-    """
-    rack = Rack((node, 1) for node in members)
-    readers = {node: RemoteReader(reads.channel, reads.transport) for node, reads in members.items()}
-    keys = [BlockKey(secrets.token_bytes(32)) for _ in range(number)]
-
-    def lookup() -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        homes: dict[str | None, list[BlockKey]] = {}
-        for key, home in zip(keys, rack.homes(keys), strict=True):
-            homes.setdefault(home, []).append(key)
-        probes = [(reader, reader.ask(homes.get(node, []), deadline)) for node, reader in readers.items()]
-        found = [presence for reader, probe in probes for presence in reader.told(probe)]
-        if found != [False] * number:
-            raise RuntimeError("keys that nobody has were found, or could not be looked for")
-
-    return lookup
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.document import DOCUMENT, RECORDS, begin, written_into
+from bench.gpu_sections import from_gpu_json
 from bench.host import Host, wait_for_quiet
 from bench.scale import FULL, KIB, MIB, SMOKE, Scale, size_name
 from bench.sections import Point, Section, from_json, tables, to_json
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     sections = [] if options.no_run else [_section(options)]
     for recorded in options.merge:
-        sections += from_json(Path(recorded).read_bytes())
+        text = Path(recorded).read_bytes()
+        sections += from_json(text) if text.startswith(b"[") else [from_gpu_json(text)]
     if len({section.machine for section in sections}) != len(sections):
         raise SystemExit("two sections are of one machine; name this one's by --machine")
     print(tables(sections))
@@ -79,7 +81,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--largest", type=int, default=SIZES[-1], metavar="BYTES", help="leave out larger sizes"
     )
     parser.add_argument("--json", metavar="FILE", help="write the sections there")
-    parser.add_argument("--merge", nargs="*", default=[], metavar="FILE", help="sections recorded elsewhere")
+    parser.add_argument("--merge", nargs="*", default=[], metavar="FILE", help="recorded elsewhere")
     parser.add_argument("--no-run", action="store_true", help="measure nothing, only merge")
     parser.add_argument("--write-docs", action="store_true", help=f"record them beside {DOCUMENT.name}")
     parser.add_argument("--patience", type=float, default=0.0, metavar="S", help="wait so long for quiet")

@@ -37,18 +37,22 @@ COLOURS = {
     "Redis GET, unix": "#e5534b",
     "Redis GET, tcp": "#c96198",
     "Mooncake get, tcp": "#c69026",
-    "bare pyverbs READ": "#8b949e",
+    "bare pyverbs READ": "#c69026",
+    "plain copy": "#8b949e",
     f"{OURS}shm view": "#3d7dff",
     f"{OURS}shm": "#6cb6ff",
     f"{OURS}tcp": "#a371f7",
     f"{OURS}tcp get": "#7c4dff",
     f"{OURS}verbs": "#6cb6ff",
     f"{OURS}verbs get": "#3d7dff",
-    f"{OURS}cuda": "#57ab5a",
-    f"{OURS}cuda to a GPU": "#2da44e",
+    f"{OURS}cuda": "#6cb6ff",
+    f"{OURS}cuda fetch": "#3d7dff",
+    f"{OURS}cuda to a GPU": "#57ab5a",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 TICKS_MAX = 5
+NARROW = 300
+"""Values that lie in a narrower range get two lines more a decade."""
 LABEL_GAP_POINTS = 12.5
 """Between the base lines of two curves' names."""
 WIDTH_INCHES, HEIGHT_INCHES = 7.6, 4.4
@@ -76,8 +80,8 @@ class Picture:
     hint: str
     unit: Callable[[float], str]
     """A decade's name on the axis."""
-    ticks: tuple[float, ...] = ()
-    """Instead of decades; the line at 1 is drawn when there are any."""
+    line_at: float | None = None
+    """A value that everything is held against."""
 
 
 def _time_name(us: float) -> str:
@@ -100,7 +104,7 @@ CROSSOVER = Picture(
     "Time by reference, as a multiple of the time inline",
     "below 1 the reference is faster",
     lambda ratio: f"{_plain(ratio)} ×",
-    (0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    line_at=1.0,
 )
 
 
@@ -200,10 +204,15 @@ def _lines(section: Section, value: Callable[[Any], float | None]) -> list[Line]
                     list(values),
                     _colour(way, number),
                     way.startswith(OURS),
-                    "memcpy" in way,
+                    _is_floor(way),
                 )
             )
     return lines
+
+
+def _is_floor(way: str) -> bool:
+    """A mere copy."""
+    return way.startswith(("memcpy", "plain copy"))
 
 
 def _colour(way: str, number: int) -> str:
@@ -222,7 +231,7 @@ def _draw(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     sizes = sorted({size for line in lines for size in line.sizes})
     values = [value for line in lines for value in line.values]
@@ -233,10 +242,10 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
     shown = sizes[::-1][:: -(-len(sizes) // TICKS_MAX)]
     axes.xaxis.set_major_locator(FixedLocator([float(size) for size in shown]))
     axes.xaxis.set_major_formatter(lambda size, _: size_name(int(size)))
-    if picture.ticks:
-        axes.axhline(1.0, color=INK, linewidth=0.9, alpha=0.7)
-        low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(FixedLocator([tick for tick in picture.ticks if low <= tick <= high]))
+    if picture.line_at is not None:
+        axes.axhline(picture.line_at, color=INK, linewidth=0.9, alpha=0.7)
+    if max(values) < NARROW * min(values):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: picture.unit(value))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())

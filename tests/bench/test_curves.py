@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,26 @@ def test_sections_are_merged_and_machines_are_told_apart(tmp_path: Path, capsys:
     assert "### here" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--machine"):
         curves.main([*both, str(tmp_path / "here")])
+
+
+def test_what_a_gpu_machine_recorded_becomes_a_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    times = {
+        "us": {"plain": 10, "channel": 20, "fetch": 15.5},
+        "gbps": {"plain": 300, "channel": 200, "fetch": 250},
+    }
+    recorded = {
+        "machine": {"gpu": "G1", "pool_gpu": 1, "driver": 1}, "rounds": 7,
+        "fetch": [{"size_mib": 2, "count": 64, "pipelined": times, "single": times}],
+    }  # fmt: skip
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(recorded))
+    assert curves.main(["--no-run", "--merge", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "### two G1" in shown
+        and "| KVCOMM cuda read | 20 |" in shown
+        and "| KVCOMM cuda fetch | 250 |" in shown
+    )
 
 
 @pytest.mark.slow

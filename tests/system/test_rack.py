@@ -40,7 +40,7 @@ BLOCKS = 24
 POOLS = ("pool-0", "pool-1")
 
 
-@pytest.fixture(scope="module", params=["shm, tcp", "tcp"])
+@pytest.fixture(scope="module", params=["shm, tcp", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)])
 def rack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "kvcomm.yaml"
     config.write_text(CONFIG.format(transports=request.param))
