@@ -122,6 +122,7 @@ class CudaReader:
         self._known: dict[BlockKey, _Known] = {}
         self._base = region.slots.pointer - layout.slots_offset
         register_for_barriers()
+        self._gpu.digests([])  # compiled now, while nobody waits
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which keys the index names.  Pins, renews and verifies nothing."""
