@@ -20,6 +20,7 @@ from l2_rdma.region import SHM_DIRECTORY, Region
 from l2_rdma.transports.port import Extent, Operation
 from l2_rdma.transports.verbs.device import open_device
 from l2_rdma.transports.verbs.provider import VerbsProvider
+from l2_rdma.transports.verbs.registered import RegisteredMemory
 from l2_rdma.transports.verbs.transport import VerbsTransport
 from tests.l2_rdma.regions import TENANT
 from tests.l2_rdma.transports.verbs.fabric import Card, Fabric
@@ -80,7 +81,7 @@ class Story:
         self.transport = VerbsTransport(open_device(self.fabric.binding), self.clock)
         self.base = self.region.header.layout.slots_offset
         self.memory = self.region.memory
-        self.registrations = []
+        self.registrations: list[RegisteredMemory] = []
         self.channels = [self.connected(0), self.connected(1)]
         self.next = 0
 
