@@ -21,8 +21,8 @@ the region's suspect words.  Nothing needs a pin: the owner may reuse the slot a
 
 A prefix streams: at most :data:`WINDOW_BYTES` and :data:`WINDOW_BLOCKS` are under way or waiting to be
 taken, and each block is there as soon as it and those before it are.  Whatever the wire does, operations have
-an end (``l2_rdma.transports.port``); the first that fails ends the reader's trust in the channel, and what is
-left of the batch is a miss at once.
+an end (``l2_rdma.transports.port``); one that fails ends the reader's trust in the channel (unless its caller
+gave it too little time), and what is left of the batch is a miss at once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RemoteReader:
         self.channel = channel
         self.counters = ReaderCounters()
         self.failure: KVCommError | None = None
-        """Of the first operation that failed; who sees it should not use this reader any more."""
+        """Of the first operation whose failure says that the channel is of no use any more."""
         self.silent = False
         """Whether the failure was a pool that did not answer in time."""
         self._transport = transport
@@ -105,9 +105,9 @@ class RemoteReader:
         now = self._clock()
         presences: list[Presence] = []
         for key in probe.keys:
-            error = probe.error(key)
-            if error is not None:
-                self._failed(error, probe.posted_at)
+            failed = probe.failed(key)
+            if failed is not None:
+                self._failed(failed, probe.posted_at)
                 presences.append(None)
                 continue
             found = probe.found(key)
@@ -143,9 +143,13 @@ class RemoteReader:
     def _until(self, deadline: float) -> float:
         return min(deadline, self._clock() + self._timeout_s)
 
-    def _failed(self, error: KVCommError, posted_at: float) -> None:
-        self.failure = self.failure or error
-        self.silent = self.silent or self._clock() - posted_at >= SILENCE_S
+    def _failed(self, operation: Operation, posted_at: float) -> None:
+        now = self._clock()
+        silent = now - posted_at >= SILENCE_S
+        if now >= operation.deadline and not silent and self.channel.broken is None:
+            return  # it was given too little time: that says nothing of the pool
+        self.failure = self.failure or operation.error
+        self.silent = self.silent or silent
 
     def _remember(self, key: BlockKey, found: _Found, now: float) -> None:
         if len(self._hints) >= HINTS_MAX:
@@ -198,9 +202,9 @@ class Probe:
         """Operations of ``key`` that are not done."""
         return [operation for operation in self._operations_of(key) if not operation.done]
 
-    def error(self, key: BlockKey) -> KVCommError | None:
-        """Why the index could not be read; the operations of ``key`` are done."""
-        return next((each.error for each in self._operations_of(key) if each.error is not None), None)
+    def failed(self, key: BlockKey) -> Operation | None:
+        """What could not be read; the operations of ``key`` are done."""
+        return next((each for each in self._operations_of(key) if each.error is not None), None)
 
     def found(self, key: BlockKey) -> _Found | None:
         """What the index says; the operations of ``key`` are done, without error."""
@@ -348,11 +352,12 @@ class Fetch:
                 self._step(item, until)
             self._active = [item for item in self._active if not item.done]
             self._admit(wanted, until)
-            if not self._post(until):
-                return
+            some_done = self._post(until)
             mine = self._items[wanted] if wanted >= 0 else None
             if mine is not None and mine.stage == "checking" and not mine.done:
                 self._verify(mine)  # while the generation word is on its way
+            if not some_done:
+                return
 
     def _admit(self, wanted: int, until: float) -> None:
         while self._next < len(self._items) and (self._next <= wanted or self._has_room()):
@@ -405,9 +410,9 @@ class Fetch:
             item.found, item.known, item.tries = item.known, None, -1
         else:
             assert item.probe is not None
-            error = item.probe.error(item.key)
-            if error is not None:
-                self._fail(item, error, item.probe.posted_at)
+            failed = item.probe.failed(item.key)
+            if failed is not None:
+                self._fail(item, failed, item.probe.posted_at)
                 return
             item.found, item.probe = item.probe.found(item.key), None
         if item.found is None:
@@ -425,7 +430,7 @@ class Fetch:
         """The slot has arrived: see whether it is still the same."""
         assert item.operation is not None and item.found is not None
         if item.operation.error is not None:
-            self._fail(item, item.operation.error, item.posted_at)
+            self._fail(item, item.operation, item.posted_at)
             return
         item.word, item.verified, item.operation = memoryview(bytearray(WORD_BYTES)), False, None
         extent = Extent(item.found.hint.offset + GENERATION_OFFSET, WORD_BYTES)
@@ -450,7 +455,7 @@ class Fetch:
         reader = self._reader
         assert item.operation is not None and item.word is not None and item.found is not None
         if item.operation.error is not None:
-            self._fail(item, item.operation.error, item.posted_at)
+            self._fail(item, item.operation, item.posted_at)
             return
         self._verify(item)
         hint, marked = item.found
@@ -482,8 +487,8 @@ class Fetch:
             reader._report(hint.offset)
         self._finish(item, None)
 
-    def _fail(self, item: _Item, error: KVCommError, posted_at: float) -> None:
-        self._reader._failed(error, posted_at)
+    def _fail(self, item: _Item, operation: Operation, posted_at: float) -> None:
+        self._reader._failed(operation, posted_at)
         self._give_up(item)
 
     def _give_up(self, item: _Item) -> None:

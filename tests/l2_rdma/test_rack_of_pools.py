@@ -451,3 +451,20 @@ def test_a_forked_child_attaches_to_all_for_itself(
 
     assert list(agent.get(*numbers, 99)) == [*numbers, 99]
     assert agent.tier.stats().lost_count == 0, "what the child closed was its own"
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_call_without_time_costs_nobody_their_pools(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    assert agent.put(*(copy_of(number) for number in range(12))) == ["stored"] * 12
+    attach_count = agent.tier.stats().attach_count
+    keys, found = [key_of(number) for number in range(12)], list[int]()
+    for _ in range(3):
+        steps = agent.tier.get(keys, lambda index, block: found.append(index))
+        run_blocking(steps, agent.peers, time.monotonic())
+    assert found == ([*range(12)] * 3 if way == "shm" else [])
+    assert list(agent.get(*range(12))) == list(range(12))
+    stats = agent.tier.stats()
+    assert (stats.attach_count, stats.lost_count) == (attach_count, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockKey
+from kvcomm.block import GENERATION_OFFSET, HEADER_BYTES, BlockHeader, BlockKey
 from kvcomm.errors import Corrupt, KVCommError, Unavailable
 from kvcomm.slabs import Slabs
 from kvcomm.tier import Block
@@ -234,6 +234,7 @@ class Wire:
         self.memory = pool.region.memory
         self.clock = clock
         self.extents: list[Extent] = []
+        self.batches: list[list[Extent]] = []
         self.written: list[tuple[Extent, bytes]] = []
         self.held: list[tuple[Operation, Extent, memoryview]] = []
         self.holding = False
@@ -245,6 +246,7 @@ class Wire:
 
     def read(self, extents: Sequence[Extent], into: Sequence[memoryview], deadline: float) -> list[Operation]:
         operations = []
+        self.batches.append(list(extents))
         for extent, view in zip(extents, into, strict=True):
             self.extents.append(extent)
             operations.append(Operation(deadline))
@@ -444,6 +446,62 @@ def test_a_long_run_streams_through_a_bounded_window(wire: Wire) -> None:
     assert seen[-1] == 12
 
 
+def test_a_run_is_posted_in_batches(wire: Wire) -> None:
+    """A wire may send what is posted together in one go; a hundred small reads cost a hundred calls else."""
+    wire.holding = True
+    assert got(RemoteReader(wire, wire), *range(1, 13)) == list(range(1, 13))
+
+    sizes = [{extent.length for extent in batch} for batch in wire.batches]
+    assert sum(COPY_BYTES in each for each in sizes) <= 2, "the slots"
+    assert sum(WORD_BYTES in each for each in sizes) <= 12
+    assert len(wire.batches) <= 14
+
+
+@pytest.mark.parametrize(("ahead_bytes", "at_most"), [(0, 1), (3 * COPY_BYTES, 4)])
+def test_what_is_waited_for_is_verified_first_and_little_beyond(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, at_most: int
+) -> None:
+    """A large block is not held up by those behind it; small ones do not come one by one."""
+    monkeypatch.setattr("l2_rdma.remote.VERIFY_AHEAD_BYTES", ahead_bytes)
+    looked: list[int] = []
+
+    class Counting(Verification):
+        def payload(self, header: BlockHeader, copy: memoryview) -> bool:
+            looked.append(int.from_bytes(copy[HEADER_BYTES : HEADER_BYTES + 8], "little"))
+            return super().payload(header, copy)
+
+    fetch = RemoteReader(wire, wire, verify=Counting()).fetch(keys_of(*range(1, 13)))
+    wire.holding = True
+    fetch.start(soon())
+    while wire.held:
+        wire.end_one()
+    fetch.pump(soon())  # the generations
+    while wire.held:
+        wire.end_one()
+    looked.clear()
+    fetch.advance(5, soon())
+
+    assert 6 in looked and len(looked) <= at_most
+    while not all(fetch.done(position) for position in range(12)):
+        fetch.advance(next(position for position in range(12) if not fetch.done(position)), soon())
+    assert sorted(looked) == sorted({*looked}), "each once"
+
+
+def test_a_copy_is_verified_while_its_generation_is_on_its_way(wire: Wire) -> None:
+    wire.holding = True
+    story: list[str] = []
+
+    class Telling(Verification):
+        def payload(self, header: BlockHeader, copy: memoryview) -> bool:
+            story.append("verified")
+            return super().payload(header, copy)
+
+    wire.after = lambda extent: story.append(f"{extent.length}")
+
+    assert RemoteReader(wire, wire, verify=Telling()).read(key_of(1), soon()) is not None
+    assert story[-3:] == [f"{COPY_BYTES}", "verified", f"{WORD_BYTES}"]
+
+
 def test_a_block_larger_than_the_window_goes_alone(wire: Wire) -> None:
     assert got(RemoteReader(wire, wire, window_bytes=1), *range(1, 13)) == list(range(1, 13))
     assert WINDOW_BLOCKS > 1
@@ -484,6 +542,15 @@ def test_what_had_arrived_before_a_failure_is_given_out(wire: Wire, pool: Shared
     assert got(RemoteReader(wire, wire), 1, 2, 3, 4, 5) == [1, 2, 3]
 
 
+def test_a_deadline_that_has_passed_is_a_miss_and_the_channel_stays(pool: SharedPool) -> None:
+    reader = over_shm(pool)
+
+    assert reader.lookup(keys_of(1), time.monotonic()) == [None]
+    assert reader.read(key_of(1), time.monotonic() - 1) is None
+    assert reader.failure is None and reader.counters.unavailable == 1
+    assert got(reader, 1) == [1]
+
+
 def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing_of_it(wire: Wire) -> None:
     now = [100.0]
 
@@ -499,7 +566,7 @@ def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing
         assert reader.lookup(keys_of(1, 2), begun + deadline_s) == [None, None]
         assert all(operation.deadline == wire.until for operation, _, _ in wire.held)
         assert now[0] - begun == pytest.approx(expected_s)
-        assert reader.silent == silent
+        assert (reader.failure is not None, reader.silent) == (silent, silent)
 
 
 def test_runs_are_what_follows_each_other_and_no_longer_than_a_piece() -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEPTH_MAX = 1 << 16
 """So many operations may be under way on one stream; more fail."""
 
+_INTERRUPTED = Unavailable("this process was interrupted, and does not know any more what has been sent")
+
 
 class TcpChannel:
     """Two locks, taken in this order: *receiving*, held while something is received, so that memory is not
@@ -98,27 +100,38 @@ class TcpChannel:
 
     def send(self, stream: Stream, now: float) -> None:
         """The socket takes more."""
-        with self._posting:
-            error = self._send(stream, now)
-        if error is not None:
-            self.break_off(error)
+        error: KVCommError | None = _INTERRUPTED
+        try:
+            with self._posting:
+                error = self._send(stream, now)
+        finally:
+            if error is not None:
+                self.break_off(error)
 
     def receive(self, stream: Stream, *, block: bool) -> None:
         """There is something to receive."""
-        with self._receiving:
-            with self._posting:
-                if self._broken is not None:
-                    return
-                expected = stream.first_awaited()
-                ended, error = 0, None if expected else stream.unexpected()
-            if expected:
-                ended, error = stream.receive(expected, block=block)
-            with self._posting:
-                stream.finish(ended)
-                if stream.idle:
-                    self._transport.rest(stream)
-        if error is not None:
-            self.break_off(error)
+        error: KVCommError | None = _INTERRUPTED
+        try:
+            with self._receiving:
+                error = self._receive(stream, block)
+        finally:
+            if error is not None:
+                self.break_off(error)
+
+    def _receive(self, stream: Stream, block: bool) -> KVCommError | None:
+        """Receiving lock held; why the channel is to be broken off, if so."""
+        with self._posting:
+            if self._broken is not None:
+                return None
+            expected = stream.first_awaited()
+            if not expected:
+                return stream.unexpected()
+        ended, error = stream.receive(expected, block=block)
+        with self._posting:
+            stream.finish(ended)
+            if stream.idle:
+                self._transport.rest(stream)
+        return error
 
     def expire(self, now: float) -> float:
         """End what is overdue; when to look again."""
@@ -146,11 +159,16 @@ class TcpChannel:
                 operation.end(error)
             return
         fit = self._inside(operations)
-        with self._posting:
-            for stream, share in self._shares(fit) if fit else ():
-                error = self._put(stream, share, deadline, now) or error
-        if error is not None:
-            self.break_off(error)
+        if not fit:
+            return
+        error = _INTERRUPTED
+        try:
+            with self._posting:
+                errors = [self._put(stream, share, deadline, now) for stream, share in self._shares(fit)]
+            error = next(filter(None, errors), None)
+        finally:
+            if error is not None:
+                self.break_off(error)
 
     def _refusal(self, deadline: float, now: float) -> KVCommError | None:
         if self._broken is not None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 
@@ -37,7 +38,8 @@ STREAMS_PER_HOLDER_MAX = 64
 _BACKLOG = 256
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPTS_PER_TURN = 32
-_STARVED_S = 0.05
+_DEAF_S = 0.25
+"""How long nobody is accepted after there was no descriptor or memory for somebody."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 _log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class TcpProvider:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._accepting = True
+        self._deaf_until: float | None = None
         self._closing = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvcomm-tcp", daemon=True)
@@ -135,9 +137,13 @@ class TcpProvider:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for descriptor, events in self._epoll.poll(self._patience_s()):
-                    self._turn(descriptor, events)
-                self._dismiss_late_strangers()
+                events = dict(self._epoll.poll(self._patience_s()))
+                knocked = events.pop(self._listener.fileno(), 0)
+                for descriptor, what in events.items():
+                    self._turn(descriptor, what)
+                if knocked:
+                    self._accept()  # last: no event above is of the former owner of a new one's descriptor
+                self._look_after(self._clock())
         finally:
             for serving in list(self._streams.values()):
                 self._end(serving)
@@ -147,8 +153,6 @@ class TcpProvider:
         serving = self._streams.get(descriptor)
         if serving is not None:
             self._serve(serving, events)
-        elif descriptor == self._listener.fileno():
-            self._accept()
         elif descriptor == self._wake:
             os.eventfd_read(self._wake)
 
@@ -161,18 +165,16 @@ class TcpProvider:
 
     def _patience_s(self) -> float | None:
         """How long nothing needs to be done, whoever is silent."""
-        if not self._accepting:
-            return _STARVED_S
-        if not self._strangers:
-            return None
-        return max(0.0, next(iter(self._strangers)).hello_deadline - self._clock())
+        times = [] if self._deaf_until is None else [self._deaf_until]
+        times += [each.hello_deadline for each in islice(self._strangers, 1)]
+        return max(0.0, min(times) - self._clock()) if times else None
 
-    def _dismiss_late_strangers(self) -> None:
-        now = self._clock()
+    def _look_after(self, now: float) -> None:
+        """Dismiss who has been a stranger for too long; listen again."""
         for serving in [each for each in self._strangers if each.hello_deadline <= now]:
             self._end(serving)
-        if not self._accepting:
-            self._accepting = True
+        if self._deaf_until is not None and self._deaf_until <= now:
+            self._deaf_until = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
 
     def _accept(self) -> None:
@@ -184,7 +186,7 @@ class TcpProvider:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     _log.warning("cannot accept a stream: %s", error)
-                    self._accepting = False  # it stays readable: look again a little later
+                    self._deaf_until = self._clock() + _DEAF_S  # the listener stays readable
                     self._epoll.modify(self._listener.fileno(), 0)
                     return
                 continue  # the client is gone already

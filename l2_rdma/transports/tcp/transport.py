@@ -140,9 +140,7 @@ class TcpTransport:
         """Something is under way."""
         with self._lock:
             self._busy.add(stream)
-            self._earliest = min(self._earliest, deadline)
-            if deadline < self._wakes_at:
-                os.eventfd_write(self._alarm, 1)
+            self._look_by(deadline)
 
     def rest(self, stream: Stream) -> None:
         """Nothing is under way any more."""
@@ -212,7 +210,13 @@ class TcpTransport:
             channels = {channel for channel, stream in self._channels.values() if stream in self._busy}
         earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
         with self._lock:
-            self._earliest = min(self._earliest, earliest)
+            self._look_by(earliest)
+
+    def _look_by(self, deadline: float) -> None:
+        """Lock held: look for what is overdue then, at the latest."""
+        self._earliest = min(self._earliest, deadline)
+        if deadline < self._wakes_at:
+            os.eventfd_write(self._alarm, 1)
 
     def _open(self, where: TcpOffer, hello: bytes, header: RegionHeader, deadline: float) -> socket.socket:
         """One stream, greeted and ready."""

@@ -95,6 +95,8 @@ class Hub:
         self._ended_count = 0
         self._seen_count = 0
         self._sleeper: int | None = None
+        self._armed = False
+        """Whether an event will come or waits to be taken; the kernel keeps all that nobody takes."""
         self._lost: Unavailable | None = None
         self._parts: list[Any] = []
         try:
@@ -249,8 +251,9 @@ class Hub:
                 self._seen_count = self._ended_count
                 return
             self._sleeper = threading.get_ident()
-            if self._descriptor is not None:
+            if self._descriptor is not None and not self._armed:
                 self.queue.req_notify()
+                self._armed = True
         try:
             if not self.turn():
                 self._await_event(timeout_s)
@@ -268,6 +271,7 @@ class Hub:
         ready = [descriptor for descriptor, _ in self._events.poll(math.ceil(limit_s * 1000))]
         with self.lock:
             if self._descriptor in ready and not self.closed:
+                self._armed = False
                 try:
                     self._channel.get_cq_event(self.queue)
                     self.queue.ack_events(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,34 @@ def test_a_pool_that_ends_fails_all_at_once(wired: Wired) -> None:
     wired.transport.wait([operation])
     assert isinstance(operation.error, Unavailable)
     assert channel.broken is not None
+
+
+class InterruptedSocket:
+    """Does what it is asked for, and then the user presses Ctrl-C."""
+
+    def __init__(self, real: Any, name: str) -> None:
+        self._real = real
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._real, name)
+        if name != self._name:
+            return method
+
+        def act(*arguments: Any) -> None:
+            method(*arguments)
+            raise KeyboardInterrupt
+
+        return act
+
+
+@pytest.mark.parametrize("call", ["sendmsg", "recvmsg_into"])
+def test_an_interrupted_call_breaks_the_channel(wired: Wired, call: str) -> None:
+    """What it did is not known any more: a request must not be sent twice, nor a reply put elsewhere."""
+    channel = wired.connect()
+    [stream] = channel.streams
+    stream.socket = InterruptedSocket(stream.socket, call)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        wired.finish(channel.fetch_add(wired.slots, 1, soon()))
+    assert isinstance(channel.broken, Unavailable)
+    assert wired.region.words[wired.slots // 8] <= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -314,6 +315,37 @@ def test_nothing_is_left_open(make_wired) -> None:
     wired.close()
     assert descriptors() <= before
     assert not wired.provider._thread.is_alive()
+
+
+def test_a_pool_without_a_descriptor_left_serves_those_it_has_and_accepts_later(wired: Wired) -> None:
+    channel = wired.connect()
+    client = socket.socket()
+    client.settimeout(PATIENCE_S)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, limits[1]))
+        spare = _take_descriptors()
+        client.connect(("127.0.0.1", wired.port))
+        until(lambda: wired.provider._deaf_until is not None)
+        assert wired.fetch(channel, wired.slots, 8) == bytes(8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in spare:
+        os.close(descriptor)
+    ticket = wired.ticket()
+    client.sendall(HELLO.pack(MAGIC, ticket.number, ticket.secret))
+    assert client.recv(64, socket.MSG_WAITALL).startswith(MAGIC)
+    client.close()
+
+
+def _take_descriptors() -> list[int]:
+    """All that the limit leaves."""
+    taken = []
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    return taken
 
 
 def test_a_host_that_vanishes_is_noticed_by_both_sides(wired: Wired) -> None:

@@ -250,10 +250,13 @@ def dmabuf_region(domain: PD, length: int, access: int, *, dmabuf: int, offset: 
 class CompChannel(_Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self.event_count = 0
+        """That wait to be taken."""
         self.armed = False
 
     def get_cq_event(self, _queue: CQ) -> None:
+        self.event_count -= 1
         os.eventfd_read(self.fd)  # would block for ever: BlockingIOError here
 
     def close(self) -> None:
@@ -290,6 +293,7 @@ class CQ(_Part):
         assert len(self.completions) <= self.places, "the completion queue overflows"
         if self.channel is not None and self.channel.armed:
             self.channel.armed = False
+            self.channel.event_count += 1
             os.eventfd_write(self.channel.fd, 1)
 
 

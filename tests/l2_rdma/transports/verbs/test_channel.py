@@ -383,6 +383,35 @@ def test_what_another_thread_has_reaped_wakes_the_sleeper_too(net, channel):
     assert not waiter.is_alive()
 
 
+def test_events_that_came_while_falling_asleep_do_not_pile_up(net, channel, monkeypatch):
+    """The queue is armed, the completion arrives, the last look finds it: nobody takes the event."""
+    shared = net.transport._hub
+    look = shared.turn
+    for _ in range(5):
+        net.fabric.held = True
+        reading, _ = read(net, channel, 0, 64)
+        shared._seen_count = shared._ended_count
+        monkeypatch.setattr(shared, "turn", lambda: (net.fabric.release(), look())[1])
+        shared._sleep(5.0)
+        monkeypatch.undo()
+
+        assert reading.done
+        assert shared._channel.event_count <= 1
+
+
+@pytest.mark.usefixtures("no_short_naps")
+def test_each_sleep_can_be_ended(net, channel):
+    for _ in range(3):
+        net.fabric.held = True
+        reading, _ = read(net, channel, 0, 64)
+        waiter = threading.Thread(target=net.transport.wait, args=([reading],), daemon=True)
+        waiter.start()
+        until(lambda: net.transport._hub._sleeper is not None)
+        net.fabric.release()
+        waiter.join(PATIENCE_S / 2)
+        assert not waiter.is_alive()
+
+
 def test_closing_ends_what_is_under_way_and_frees_everything(net, channel):
     net.fabric.held = True
     reads = [read(net, channel, 0, 64)[0] for _ in range(200)]
