@@ -185,11 +185,7 @@ class VerbsChannel:
 
     def close(self) -> None:
         with self._hub.lock:
-            self.close_locked()
-
-    def close_locked(self) -> None:
-        """:meth:`close`, with the hub's lock held."""
-        self.break_for(Unavailable("the channel is closed"))
+            self.break_for(Unavailable("the channel is closed"))
 
     def completed(self, ticket: int, status: int) -> None:
         failed = status != self._binding.constants.IBV_WC_SUCCESS

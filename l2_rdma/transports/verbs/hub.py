@@ -189,9 +189,11 @@ class Hub:
         return self._arena_view[offset : offset + length]
 
     def close(self) -> None:
-        """Its channels must be closed before.  With the lock held; idempotent."""
+        """And every channel, also one that is being opened.  With the lock held; idempotent."""
         if self.closed:
             return
+        for listener in list(self._listeners.values()):
+            listener.break_for(Unavailable("the channel is closed"))
         self.memory.close_all()
         self.requests.close()
         self.closed = True

@@ -41,7 +41,6 @@ class VerbsTransport:
         self._clock = clock
         self._hub = Hub(device, clock)
         self._loop = PollLoop(self._hub.poll, clock)
-        self._channels: list[VerbsChannel] = []
 
     def register(self, buffer: memoryview) -> RegisteredMemory:
         """Pin it and make it known to the device.
@@ -109,8 +108,6 @@ class VerbsTransport:
                 self._require_open()
                 with no_device_error(self._device.binding, "the queue pair cannot be connected"):
                     channel.connect(check(answer.endpoint, header.node), answer.address, answer.key)
-                self._channels = [each for each in self._channels if each.broken is None]
-                self._channels.append(channel)
             self._try(channel, there, header, deadline)
         except BaseException:
             channel.close()
@@ -127,8 +124,6 @@ class VerbsTransport:
 
     def close(self) -> None:
         with self._hub.lock:
-            for channel in self._channels:
-                channel.close_locked()
             self._hub.close()
 
     def _try(self, channel: VerbsChannel, there: VerbsOffer, header: RegionHeader, deadline: float) -> None:

@@ -187,3 +187,16 @@ class TestGpuDirect:
         assert net.transport._hub.memory.empty
         assert net.fabric.regions[memory.key].access == CONSTANTS.IBV_ACCESS_LOCAL_WRITE
         memory.close()
+
+
+def test_a_channel_that_is_being_opened_is_closed_too(net):
+    """By another thread, while the pool is asked."""
+
+    def ask(proposal):
+        net.transport.close()
+        return net.provider.open(1, TENANT, proposal)
+
+    with pytest.raises(ValueError, match="the transport is closed"):
+        net.transport.connect(net.provider.offer(), net.region.header, ask, soon())
+
+    assert len(net.fabric.pairs) == 1, "the pool's, until its holder ends"
