@@ -145,7 +145,7 @@ class RemoteReader:
 
     def _failed(self, operation: Operation, posted_at: float) -> None:
         now = self._clock()
-        silent = now - posted_at >= SILENCE_S
+        silent = min(now, operation.deadline) - posted_at >= SILENCE_S  # we may come to see it late
         if now >= operation.deadline and not silent and self.channel.broken is None:
             return  # it was given too little time: that says nothing of the pool
         self.failure = self.failure or operation.error

@@ -468,3 +468,30 @@ def test_a_call_without_time_costs_nobody_their_pools(
     assert list(agent.get(*range(12))) == list(range(12))
     stats = agent.tier.stats()
     assert (stats.attach_count, stats.lost_count) == (attach_count, 0)
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_put_without_time_costs_nobody_their_pools(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    attach_count = agent.tier.stats().attach_count
+    copies = [copy_of(number) for number in range(12)]
+    for _ in range(3):
+        told = run_blocking(agent.tier.put(copies), agent.peers, time.monotonic())
+        assert told == ["unavailable"] * 12
+    assert agent.put(*copies) == ["stored"] * 12, "none of them is left out now"
+    stats = agent.tier.stats()
+    assert (stats.attach_count, stats.lost_count) == (attach_count, 0)
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_what_has_its_home_in_a_pool_that_is_not_attached_is_unknown_not_absent(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way, count=2), way, stack)
+    mine, theirs = (agent.numbers(node, 2, NODES[:2]) for node in NODES[:2])
+    agent.put(copy_of(mine[0]))
+    agent.tier._members["pool-1"].close()
+
+    assert agent.lookup(*mine, *theirs) == [True, False, None, None]

@@ -569,6 +569,19 @@ def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing
         assert (reader.failure is not None, reader.silent) == (silent, silent)
 
 
+def test_a_short_deadline_says_nothing_of_a_pool_however_late_it_is_seen(wire: Wire) -> None:
+    now = [100.0]
+
+    def expire(extent: Extent) -> KVCommError:
+        now[0] += 5.0  # there was something else to do
+        return Unavailable("no answer in time")
+
+    wire.fails, wire.holding = expire, True
+    reader = RemoteReader(wire, wire, clock=lambda: now[0])
+    assert reader.lookup(keys_of(1, 2), now[0] + 0.01) == [None, None]
+    assert reader.failure is None
+
+
 def test_runs_are_what_follows_each_other_and_no_longer_than_a_piece() -> None:
     assert _runs([]) == []
     assert _runs([5]) == [(0, 1)]
