@@ -423,6 +423,8 @@ class _Run:
                 for _, each in self._under_way:
                     each.pump(deadline)
                 fetch.advance(place, deadline)
+                for _, each in self._under_way:
+                    each.leave()
         except Unavailable:
             fetch.give_up()  # closed meanwhile
         for route, _ in self._under_way:
