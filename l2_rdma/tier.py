@@ -171,6 +171,7 @@ class L2Tier:
         return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
+        self._reset_after_fork()
         members = [member for _, member in sorted(self._members.items())]
         attachments = [each for each in (member.current(start=False)[0] for member in members) if each]
         mapped = [each for each in attachments if isinstance(each, Mapped)]
@@ -190,6 +191,7 @@ class L2Tier:
 
     def close(self) -> None:
         """Leave the pools.  Views stay valid, and pinned, for as long as they live.  Idempotent."""
+        self._reset_after_fork()
         with self._lock:
             self._closed = True
         for member in list(self._members.values()):
@@ -240,9 +242,7 @@ class L2Tier:
 
     def _follow(self) -> None:
         """Take note of pools that have joined, left or moved."""
-        if self._process != os.getpid():
-            self._process, self._lock = os.getpid(), threading.Lock()
-            self._ledger.reset_after_fork()
+        self._reset_after_fork()
         pools = self._pools()
         if pools is self._seen:
             return
@@ -262,6 +262,12 @@ class L2Tier:
         for node, member in before.items():
             if members.get(node) is not member:
                 member.close()
+
+    def _reset_after_fork(self) -> None:
+        """A thread that the child does not have may hold a lock."""
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self._ledger.reset_after_fork()
 
     # -- reading ---------------------------------------------------------------------------------------------
 
