@@ -307,7 +307,7 @@ class Fetch:
         """Take in what has arrived and post what there is room for; does not wait."""
         self.start(deadline)
         self._pump(-1, deadline)
-        self.leave()
+        self._left_at = self._reader._clock()
 
     def advance(self, position: int, deadline: float) -> None:
         """Wait until the block at ``position`` is there, or known not to come."""
@@ -318,12 +318,16 @@ class Fetch:
             if not item.done:
                 before = self._items[min(self._next, position)]  # it may not have been posted yet
                 self._reader._transport.wait(item.waits_for() or before.waits_for())
-        self.leave()
-
-    def leave(self) -> None:
-        """Until now somebody waited, if not for this.  What runs out of time while nobody does, because the
-        blocks are taken slowly, is no fault of the pool, and read again."""
         self._left_at = self._reader._clock()
+
+    def waited_with(self, other: Fetch) -> None:
+        """``other`` has been advanced: a wire that both share was polled for this one too.
+
+        What runs out of time while nobody waits, because the blocks are taken slowly, is no fault of the
+        pool, and read again.
+        """
+        if other._reader._transport is self._reader._transport:
+            self._left_at = self._reader._clock()
 
     def give_up(self) -> None:
         """Whatever is not there is a miss; what is under way arrives nowhere."""

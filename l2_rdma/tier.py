@@ -430,7 +430,7 @@ class _Run:
                     each.pump(deadline)
                 fetch.advance(place, deadline)
                 for _, each in self._under_way:
-                    each.leave()
+                    each.waited_with(fetch)
         except Unavailable:
             fetch.give_up()  # closed meanwhile
         for route, _ in self._under_way:

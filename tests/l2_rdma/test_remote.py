@@ -607,6 +607,24 @@ def test_a_run_that_is_taken_slowly_is_read_again_and_blames_nobody(wire: Wire, 
     assert fetch._held_bytes == fetch._held_count == 0
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_waits_on_the_same_wire_waits_for_all(wire: Wire, pool: SharedPool, shared: bool) -> None:
+    now = [100.0]
+    reader = RemoteReader(wire, wire, clock=lambda: now[0])
+    other_wire: Any = wire if shared else Wire(pool)
+    beside = RemoteReader(other_wire, other_wire, clock=lambda: now[0]).fetch(keys_of(2))
+    fetch = reader.fetch(keys_of(3))
+    wire.holding = True
+    fetch.pump(now[0] + 60)
+    overdue = list(wire.held)
+    now[0] += 10
+    fetch.waited_with(beside)
+
+    wire.fails = lambda _: Unavailable("no answer in time") if overdue and overdue.pop() else None
+    fetch.advance(0, now[0] + 50)
+    assert (fetch.take(0) is None, reader.silent) == (shared, shared)
+
+
 def test_a_pool_that_is_silent_after_the_run_was_left_alone_is_waited_for_once(wire: Wire) -> None:
     now = [100.0]
     reader = RemoteReader(wire, wire, timeout_s=2.0, clock=lambda: now[0])
