@@ -101,7 +101,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         if row.get("disk"):
             yield f"{node} disk {_disk(row['disk'])}"
         if row["transports"] or row["refused_transports"]:
-            yield f"{node} serves {', '.join(row['transports']) or 'no transport'}"
+            yield f"{node} serves {', '.join(row['transports']) or 'no transport: nobody reads its memory'}"
         for name, why in row["refused_transports"].items():
             yield f"{node} cannot serve {name}: {why}"
 
@@ -109,7 +109,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
         return ["-", f"no answer: {row['error']}"]
-    cells = [str(row["epoch"]), f"{row['uptime_s']:.0f} s"]
+    cells = [str(row["epoch"] or "-"), f"{row['uptime_s']:.0f} s"]
     if usage := row["usage"]:
         sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])
         used, size, pinned = map(size_text, sizes)

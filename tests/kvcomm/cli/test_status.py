@@ -22,7 +22,7 @@ def test_a_pool_says_what_it_serves_and_why_not_the_rest() -> None:
 
 def test_a_pool_that_serves_nothing_says_so() -> None:
     lines = list(_lines([row(refused_transports={"verbs": "no RDMA device"})]))
-    assert lines[0] == "pool-0 serves no transport"
+    assert lines[0] == "pool-0 serves no transport: nobody reads its memory"
 
 
 def test_a_shard_has_nothing_to_say() -> None:
