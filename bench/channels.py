@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 from bench.peers.memory import Buffers
 from bench.pool import Pool, identity
@@ -24,6 +25,8 @@ from l2_rdma.pins import PinTable
 from l2_rdma.reader import Reader
 from l2_rdma.region import Region
 from l2_rdma.remote import RemoteReader
+from l2_rdma.transports.cuda.gpu import DeviceBuffer
+from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import Channel, Extent, Transport, WireOptions
 
@@ -44,6 +47,18 @@ class Reads:
         """
         into = [memoryview(buffer) for buffer in Buffers(items, extents[0].length).all]
         known = [self.transport.register(view) for view in into]
+        return self._into(name, extents, items, into, known)
+
+    def to_gpu(self, name: str, extents: Sequence[Extent], items: int = 1) -> Call:
+        """The same over ``cuda``, into memory of this process's GPU."""
+        assert isinstance(self.transport, CudaTransport)
+        gpu, size = self.transport.gpu, extents[0].length
+        into = [DeviceBuffer(gpu.allocate(size), size) for _ in range(items)]
+        return self._into(name, extents, items, into, None)
+
+    def _into(
+        self, name: str, extents: Sequence[Extent], items: int, into: Sequence[Any], known: object
+    ) -> Call:
         turn = cycle(extents)
         runs = [[next(turn) for _ in range(items)] for _ in extents]
 
@@ -140,14 +155,16 @@ class Mapped:
 
 
 @contextmanager
-def mapped(pool: Pool) -> Iterator[Mapped]:
-    """Attach the region, with hazard words for views."""
+def mapped(pool: Pool, *, on_gpu: bool = False) -> Iterator[Mapped]:
+    """Attach the region, with hazard words for views (of which there are none where its slots are
+    ``on_gpu``)."""
     deadline = time.monotonic() + DEADLINE_S
     connection = Connection.open(pool.address, identity(), deadline)
     try:
         pins = connection.call(PinOpen(slots=PIN_SLOTS), deadline=deadline).message
         assert isinstance(pins, PinRange)
-        region = Region.attach(connection.welcome.region, TenantDigest(connection.welcome.tenant))
+        tenant = TenantDigest(connection.welcome.tenant)
+        region = Region.attach(connection.welcome.region, tenant, device_slots=on_gpu)
         reader = Reader(region, PinTable(region, pins.first, pins.count))
         yield Mapped(IndexReader(region.memory, region.header.layout), reader)
     finally:

@@ -47,6 +47,7 @@ COLOURS = {
     f"{OURS}verbs get": "#3d7dff",
     f"{OURS}cuda": "#6cb6ff",
     f"{OURS}cuda fetch": "#3d7dff",
+    f"{OURS}cuda to a GPU": "#57ab5a",
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 TICKS_MAX = 5

@@ -53,9 +53,10 @@ class Pool:
         """
         from l2_rdma.rack import Pool as Address
         from l2_rdma.tier import L2Tier
+        from l2_rdma.wires import Wires
 
         mine, pools = identity(), [Address(self.node, self.address)]
-        tier, peers = L2Tier(lambda: pools, mine), Peers(mine)
+        tier, peers = L2Tier(lambda: pools, mine, wires=Wires(("shm", "cuda"))), Peers(mine)
         try:
             copies = Made(count, payload_bytes).copies(range(count))
             statuses = run_blocking(tier.put(copies), peers, time.monotonic() + DEADLINE_S)
@@ -104,8 +105,13 @@ def pools(
     """``count`` of them, started together and ended whatever happens.
 
     Args:
-        index_entries: blocks that readers can find; by default as many as ``PoolOptions`` says.
-        transports: that they offer, where they can, beside shared memory.
+        addresses=[f"unix://{directory}/{node}.sock", "tcp://127.0.0.1:0"],
+        options=PoolOptions(
+            region_bytes,
+            index_entries=index_entries or None,
+            transports=transports,
+            gpu=open_gpu() if "cuda" in transports else None,
+        ),
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb-"))
@@ -137,6 +143,7 @@ async def _serve(
     node: str, directory: Path, region_bytes: int, index_entries: int, transports: Sequence[str]
 ) -> None:
     from l2_rdma.pool import PoolOptions, RunningPool, run_pool
+    from l2_rdma.transports.cuda.runtime import open_gpu
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
@@ -151,7 +158,12 @@ async def _serve(
         credentials=_CREDENTIALS,
         tenant=TENANT,
         addresses=[f"unix://{directory}/{node}.sock", "tcp://127.0.0.1:0"],
-        options=PoolOptions(region_bytes, index_entries=index_entries or None, transports=transports),
+        options=PoolOptions(
+            region_bytes,
+            index_entries=index_entries or None,
+            transports=transports,
+            gpu=open_gpu() if "cuda" in transports else None,
+        ),
         stop=stop,
         ready=ready,
     )

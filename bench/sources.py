@@ -19,6 +19,8 @@ from bench.peers.raw_socket import Family, RawSocket, raw_socket
 from bench.peers.redis_server import RedisServer, redis_server
 from bench.pool import REGION_BYTES, Pool, pools
 from bench.timing import Operation
+from l2_rdma.transports.known import find_transports
+from l2_rdma.transports.port import WireOptions
 
 OURS = "KVCOMM "
 VIEW = f"{OURS}shm view"
@@ -138,15 +140,21 @@ class _Channel:
         if self.gets:
             one, run = f"{self.name} get", f"{self.name} gets of a run"
             ways.append(Way(one, reads.blocks(one, keys), reads.blocks(run, keys, items)))
+        if self.reads.transport.name == "cuda":
+            one, run = f"{self.name} to a GPU", f"{self.name} to a GPU, of a run"
+            ways.append(Way(one, reads.to_gpu(one, extents), reads.to_gpu(run, extents, items)))
         return ways
 
 
 @contextmanager
 def _transport(name: str, working_set: int, sizes: Sequence[int]) -> Iterator[Source | str]:
+    if refused := find_transports([name], WireOptions()).refused:
+        yield refused[name]
+        return
     room = _room(working_set, sizes)
     with (
         pools(1, region_bytes=room, transports=[name]) as [pool],
-        mapped(pool) as region,
+        mapped(pool, on_gpu=name == "cuda") as region,
         channel(pool, name) as reads,
     ):
         if isinstance(reads, str):

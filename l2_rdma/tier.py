@@ -122,7 +122,8 @@ class L2Tier:
         self._lock = threading.Lock()
         self._seen: Sequence[Pool] | None = None
         self._members: dict[str, Member] = {}
-        self._rack = Rack(())
+        self._racked: tuple[Mapping[str, Member], Rack] = ({}, Rack(()))
+        """The rack of the live ones of these members."""
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
         presences: list[Presence] = [None] * len(keys)
@@ -228,9 +229,10 @@ class L2Tier:
 
     def _live(self, members: Mapping[str, Member]) -> Rack:
         nodes = [node for node, member in members.items() if member.is_home]
-        rack = self._rack
-        if len(nodes) != len(rack.nodes) or set(nodes) != set(rack.nodes):
-            rack = self._rack = Rack((node, members[node].pool.weight) for node in nodes)
+        known, rack = self._racked
+        if known is not members or len(nodes) != len(rack.nodes) or set(nodes) != set(rack.nodes):
+            rack = Rack((node, members[node].pool.weight) for node in nodes)
+            self._racked = members, rack
         return rack
 
     def _follow(self) -> None:
@@ -253,7 +255,7 @@ class L2Tier:
                         pool, self._identity, self._wires, self._options, self._ledger, self._clock
                     )
                 members[pool.node] = known
-            self._members, self._seen, self._rack = members, pools, Rack(())
+            self._members, self._seen = members, pools
         for node, member in before.items():
             if members.get(node) is not member:
                 member.close()

@@ -1,15 +1,25 @@
 """deploy/softroce as far as it can be looked at without a guest; tests/rdma looks at the inside."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.house.source import ROOT
+from tests.peers import until
 
 SOFTROCE = ROOT / "deploy/softroce"
+TOOLS = ("apt-get", "bash", "dpkg-deb", "flock", "perl", "setpriv", "taskset", "timeout")
+MISSING = [tool for tool in TOOLS if shutil.which(tool) is None]
+
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs {', '.join(MISSING)}; the guest is made on Debian"
+)
 SCRIPTS = (
     "setup",
     "run",
@@ -80,6 +90,145 @@ def test_run_refuses_paths_that_a_kernel_command_line_would_split(tmp_path: Path
     done = _call("run", "true", KVCOMM_SOFTROCE_CACHE=str(cache))
     assert done.returncode == 125
     assert f"do not work in this path: {cache}" in done.stderr
+
+
+# ------------------------------------------------------------------------ run, with a kernel that is a script
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """As `setup` leaves it, but for the kernel."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "guest").write_text("uml\n")
+    return folder
+
+
+def _kernel(cache: Path, *lines: str) -> None:
+    """What runs instead of a guest; knows what boot and init are told."""
+    head = [
+        "#!/bin/bash",
+        "for word; do case $word in JOB=*) job=${word#JOB=} ;; esac; done",
+        "source $job/settings",
+    ]
+    (cache / "linux").write_text("\n".join([*head, *lines, ""]))
+    (cache / "linux").chmod(0o755)
+
+
+def _run(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    jobs = cache / "jobs"
+    jobs.mkdir()
+    done = _call("run", *arguments, KVCOMM_SOFTROCE_CACHE=str(cache), TMPDIR=str(jobs), **environment)
+    assert list(jobs.iterdir()) == []
+    return done
+
+
+def test_the_commands_status_is_runs(cache: Path) -> None:
+    _kernel(cache, "echo 7 >$job/status")
+    assert _run(cache, "true").returncode == 7
+
+
+def test_a_guest_that_dies_has_no_status(cache: Path) -> None:
+    _kernel(cache, "kill -SEGV $$")
+    done = _run(cache, "true")
+    assert done.returncode == 125
+    assert "run: the guest died, or did not start" in done.stderr
+
+
+def test_the_guest_is_told_its_limits_and_processor(cache: Path) -> None:
+    _kernel(cache, "cp $job/settings $results/; taskset -cp $$ >$results/cpu; echo 0 >$job/status")
+    results = cache / "results"
+    assert _run(cache, "--time", "17", "--memory", "999", "--results", str(results), "true").returncode == 0
+    settings = (results / "settings").read_text().splitlines()
+    assert {f"layer={cache}/layer", f"results={results}", "limit_s=17", "memory_mb=999"} <= set(settings)
+    processor = (results / "cpu").read_text().rpartition(": ")[2].strip()
+    assert processor.isdigit(), "one alone"
+
+
+def test_the_command_and_what_was_named_of_the_environment_get_there(cache: Path) -> None:
+    _kernel(cache, "cp $job/command $results/; echo 0 >$job/status")
+    results = cache / "results"
+    arguments = [
+        "--rack",
+        "0",
+        "--results",
+        str(results),
+        "--env",
+        "WANTED",
+        "--",
+        "printf",
+        "%s|",
+        "a b",
+        "$HOME",
+        "'",
+    ]
+    passed = {"WANTED": "two words", "KVCOMM_TEST_X": "x", "UNWANTED": "secret", "PYTHONPATH": "/here"}
+    assert _run(cache, *arguments, **passed).returncode == 0
+
+    command = (results / "command").read_text()
+    assert "secret" not in command
+    assert "KVCOMM_SOFTROCE_CACHE" not in command
+    # What follows the rack and the folder is the command itself; here it runs where it is.
+    without_rack = "\n".join(line for line in command.splitlines() if "/rack 0" not in line)
+    environment = without_rack.replace("exec printf", "env; exec printf")
+    told = subprocess.run(
+        ["bash", "-c", environment], env={}, capture_output=True, text=True, timeout=10, check=True
+    ).stdout.splitlines()
+    assert told[-1] == "a b|$HOME|'|"
+    assert {
+        "WANTED=two words",
+        "KVCOMM_TEST_X=x",
+        "PYTHONPATH=/here:/opt/pyverbs",
+        "KVCOMM_SOFTROCE=uml",
+    } <= set(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_guest(cache: Path, number: signal.Signals) -> None:
+    _kernel(cache, "echo $$ >$results/pid.new; mv $results/pid.new $results/pid; exec sleep 60")
+    results = cache / "results"
+    environment = {"PATH": os.environ["PATH"], "KVCOMM_SOFTROCE_CACHE": str(cache), "TMPDIR": str(cache)}
+    running = subprocess.Popen([SOFTROCE / "run", "--results", results, "true"], env=environment)
+    until((results / "pid").exists)
+    running.send_signal(number)
+    assert running.wait(20) == 128 + number
+    assert not psutil.pid_exists(int((results / "pid").read_text()))
+    assert list(cache.glob("softroce.*")) == []
+
+
+@pytest.mark.slow
+def test_a_guest_does_not_outlive_a_run_that_was_killed(cache: Path) -> None:
+    _kernel(cache, "echo $$ >$results/pid.new; mv $results/pid.new $results/pid; exec sleep 60")
+    results = cache / "results"
+    environment = {"PATH": os.environ["PATH"], "KVCOMM_SOFTROCE_CACHE": str(cache), "TMPDIR": str(cache)}
+    running = subprocess.Popen([SOFTROCE / "run", "--results", results, "true"], env=environment)
+    until((results / "pid").exists)
+    running.kill()
+    running.wait(20)
+    until(lambda: not psutil.pid_exists(int((results / "pid").read_text())))
+
+
+# ----------------------------------------------------------------------------------------------------- setup
+
+
+def test_a_kernel_that_does_not_boot_is_no_guest(cache: Path) -> None:
+    """And the last line says so, for the report of skipped tests."""
+    (cache / "layer").mkdir()
+    listed = (SOFTROCE / "setup").read_text().partition("packages=(")[2].partition(")")[0].split()
+    (cache / "layer" / "packages").write_text("".join(f"{name}\n" for name in listed))
+    kernel = cache / "no-kernel"
+    kernel.write_text("#!/bin/sh\necho I cannot boot\n")
+    done = _call(
+        "setup",
+        KVCOMM_SOFTROCE_CACHE=str(cache),
+        KVCOMM_SOFTROCE_KERNEL=str(kernel),
+        KVCOMM_SOFTROCE_GUEST="uml",
+    )
+    assert done.returncode == 1
+    assert "I cannot boot" in done.stderr
+    assert done.stderr.splitlines()[-1] == "setup: no guest: the uml guest does not start"
+    assert not (cache / "guest").exists(), "what does not start is not used"
 
 
 def test_setup_refuses_another_kind_of_guest(tmp_path: Path) -> None:

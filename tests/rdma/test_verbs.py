@@ -23,6 +23,7 @@ from tests.contracts.transports.peer import MIB, expected
 from tests.contracts.transports.worlds import Link, Peer, World, directory_for_regions
 from tests.peers import soon, until
 from tests.rdma.devices import devices
+from tests.rdma.rack import Host
 
 pytestmark = [pytest.mark.rdma, pytest.mark.processes]
 
@@ -296,3 +297,67 @@ def test_signals_do_not_disturb_a_wait(link: Link) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(scope="module")
+def far_peer(world: World) -> Iterator[Peer]:
+    """On the second host of the rack."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCOMM_TEST_RDMA_PEER_DEVICE", Host(2).device)
+        with world.peer(incarnation=51) as peer:
+            yield peer
+
+
+@pytest.fixture
+def across(
+    rack: list[Host], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Link]:
+    """From the first host of the rack to the second."""
+    monkeypatch.setenv("KVCOMM_TEST_RDMA_DEVICE", rack[0].device)
+    world, peer = (request.getfixturevalue(name) for name in ("world", "far_peer"))
+    with world.link(peer) as link:
+        yield link
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "fetch_add"])
+def test_what_a_pulled_cable_held_up_never_arrives(kind: str, rack: list[Host], across: Link) -> None:
+    """The device would have sent it again for half a second; the deadline is over before that, and the cable
+    is in again."""
+    into = memoryview(bytearray(4096))
+    registration = across.transport.register(into)
+    rack[1].pull()
+    deadline = soon(0.15)
+    if kind == "read":
+        [late] = across.channel.read([Extent(across.slots, 4096)], [into], deadline)
+    elif kind == "write":
+        late = across.channel.write(Extent(across.scratch, 4), b"late", deadline)
+    else:
+        late = across.channel.fetch_add(across.words, 1, deadline)
+    across.transport.wait([late])
+    assert isinstance(late.error, Unavailable)
+    assert isinstance(across.channel.broken, Unavailable)
+
+    rack[1].plug()
+    again = replace(across, channel=across.control.connect(across.transport))
+    read(again, 100, memoryview(bytearray(300_000)))  # whatever was on the way has arrived by now
+    assert into == bytes(4096)
+    assert across.control.peek(across.scratch, 4) == bytes(4)
+    assert across.control.peek(across.words, 8) == bytes(8)
+    registration.close()
+
+
+def test_a_read_that_only_the_arena_waits_for_survives_a_short_cut(rack: list[Host], across: Link) -> None:
+    """Lost packets are sent again, and one operation's deadline is not the end of the others."""
+    late_into, into = memoryview(bytearray(4096)), memoryview(bytearray(4096))
+    rack[1].pull()
+    [late] = across.channel.read([Extent(across.slots, 4096)], [late_into], soon(0.1))
+    [patient] = across.channel.read([Extent(across.slots + 7, 4096)], [into], soon())
+    across.transport.wait([late])
+    rack[1].plug()
+    across.transport.wait([patient])
+
+    assert isinstance(late.error, Unavailable)
+    assert late_into == bytes(4096)
+    if patient.error is None:  # else this machine took longer to plug it in than the device tries
+        assert into == expected(51, 7, 4096)
+        assert across.channel.broken is None

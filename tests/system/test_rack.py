@@ -40,7 +40,7 @@ BLOCKS = 24
 POOLS = ("pool-0", "pool-1")
 
 
-@pytest.fixture(scope="module", params=["shm, tcp", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)])
+@pytest.fixture(scope="module", params=["shm, tcp", "tcp"])
 def rack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "kvcomm.yaml"
     config.write_text(CONFIG.format(transports=request.param))
@@ -100,12 +100,16 @@ def test_blocks_come_from_both_pools_through_the_one_transport(rack: Cluster, wa
     assert all(way in record.transports for record in usages)
 
 
+def dial(rack: Cluster) -> Client:
+    """A client as one of another host would be: by the address of a shard."""
+    shard = next(each for each in rack.node("shard-0").addresses if each.startswith("tcp:"))
+    return connect(rack.config, address=shard, token=rack.instance.credentials().token("default"))
+
+
 def test_a_client_of_an_address_has_the_pools_too(rack: Cluster, way: str) -> None:
     """It dials ports; memory of this host is this host's, whichever way the pool was found."""
     namespace = make_namespace(f"address-{way}")
-    shard = next(each for each in rack.node("shard-0").addresses if each.startswith("tcp:"))
-    token = rack.instance.credentials().token("default")
-    with rack.client() as writer, connect(rack.config, address=shard, token=token) as reader:
+    with rack.client() as writer, dial(rack) as reader:
         publish(writer, namespace)
         assert fetch(reader, namespace).tiers["l2"] == 16 * BLOCKS
         assert reads(reader) == {way: BLOCKS}
@@ -155,6 +159,23 @@ def test_a_killed_pool_costs_no_block_and_comes_back_as_another(rack: Cluster, w
         publish(other, fresh)
         with rack.client() as reader:
             assert fetch(reader, fresh).tiers["l2"] == 16 * BLOCKS
+
+
+def test_a_client_of_an_address_learns_where_a_pool_has_gone(rack: Cluster, way: str) -> None:
+    """A restarted node has another port: the map that the shards send along says so."""
+    fresh = make_namespace(f"moved-{way}")
+    with dial(rack) as kv:
+        fetch(kv, fresh)
+        assert {view.transport for view in kv.pools()} == {way}
+        after = rack.restarted(rack.kill("pool-0", signal.SIGKILL))
+
+        def found_again() -> bool:
+            fetch(kv, fresh)
+            view = next(each for each in kv.pools() if each.node == "pool-0")
+            return view.address in after.addresses and view.transport == way
+
+        eventually(found_again)
+        publish(kv, fresh)
 
 
 def test_a_stopped_pool_is_a_miss_within_the_deadline_and_the_other_serves(rack: Cluster, way: str) -> None:

@@ -153,5 +153,5 @@ class Gpu(Protocol):
 
     def digests(self, extents: Sequence[tuple[int, int]]) -> list[int]:
         """xxh3-64 of each ``(address, length)`` of device memory, equal to what a host computes.  Waits; in
-        one go for all of them."""
+        one go for all of them.  The first call, which may be for none, takes half a second."""
         ...

@@ -16,7 +16,7 @@ and the copy is verified each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,8 +68,10 @@ class DeviceBlock:
         return self.header.key
 
 
-_AT_ONCE = 16
-"""Known blocks that are pinned before the first of them is copied."""
+_AT_FIRST, _AT_ONCE = 2, 16
+"""Known blocks that are pinned before one of them is copied: few, so that the GPU has something to do; then
+more
+and more, as pinning many costs less a block."""
 
 
 class _Known(NamedTuple):
@@ -120,6 +122,7 @@ class CudaReader:
         self._known: dict[BlockKey, _Known] = {}
         self._base = region.slots.pointer - layout.slots_offset
         register_for_barriers()
+        self._gpu.digests([])  # compiled now, while nobody waits
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which keys the index names.  Pins, renews and verifies nothing."""
@@ -161,8 +164,8 @@ class CudaReader:
         pins: list[int] = []
         copy = self._stream.copy
         try:
-            for begin in range(0, len(keys), _AT_ONCE):
-                pinned = self._pin_known(keys, begin, begin + _AT_ONCE)
+            for begin, end in _growing(len(keys)):
+                pinned = self._pin_known(keys, begin, end)
                 pins += [number for _, _, number in pinned]
                 for index, known, _ in pinned:
                     buffer, header = into[index], known.header
@@ -355,6 +358,14 @@ class CudaReader:
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1
         self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+
+
+def _growing(count: int) -> Iterator[tuple[int, int]]:
+    """Runs ``[begin, end)`` of so many blocks, each twice as long as the one before."""
+    begin, length = 0, _AT_FIRST
+    while begin < count:
+        yield begin, min(begin + length, count)
+        begin, length = begin + length, min(2 * length, _AT_ONCE)
 
 
 def _fits_kernels(payload: DeviceBuffer) -> bool:

@@ -23,10 +23,15 @@ _IDLE_EVENTS_MAX = 1024
 
 _exported: dict[bytes, int] = {}
 """Handles of this process's own memory: CUDA maps only other processes'."""
+_gpus: dict[tuple[int, int], CudaGpu] = {}
+"""By process (a forked child cannot use its parent's) and number."""
+_opening = threading.Lock()
 
 
 def open_gpu(ordinal: int = 0) -> CudaGpu:
-    """The GPU number ``ordinal`` of those this process may see.
+    """The GPU number ``ordinal`` of those this process may see; one object a process, as its kernels take
+    half a
+    second to compile.
 
     Raises:
         Unavailable: there is none, or no bindings, or no driver; the message says which.
@@ -40,7 +45,11 @@ def open_gpu(ordinal: int = 0) -> CudaGpu:
         raise Unavailable(f"no GPU can be used here: {_text(runtime, status)}")
     if not 0 <= ordinal < count:
         raise Unavailable(f"this process sees {count} GPUs; there is no number {ordinal}")
-    return CudaGpu(ordinal, runtime, driver, nvrtc)
+    with _opening:
+        known = _gpus.get((os.getpid(), ordinal))
+        if known is None:
+            known = _gpus[os.getpid(), ordinal] = CudaGpu(ordinal, runtime, driver, nvrtc)
+        return known
 
 
 class CudaGpu:

@@ -28,6 +28,7 @@ class DeviceSlots:
         self._memory = region.file.memory
         self._words = region.file.words
         self._stream = region.gpu.stream()
+        region.gpu.digests([])  # compiled now, while nobody waits
         self._word = memoryview(bytearray(WORD_BYTES)).cast("Q")
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._landed: dict[int, memoryview] = {}

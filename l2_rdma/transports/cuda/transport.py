@@ -49,8 +49,8 @@ EVENT_BYTES = 64 << 20
 """An event follows so many bytes, so that more is enqueued before all of it is over."""
 FLIGHT_COPIES_MAX = 512
 """A stream takes about a thousand before it makes the caller wait."""
-_POSTED_AT_ONCE = 16
-"""Of a batch, before the first copy is enqueued: the GPU begins while the rest is looked at."""
+_POSTED_AT_FIRST, _POSTED_AT_ONCE = 2, 16
+"""Of a batch, before copies are enqueued: the GPU begins while the rest is looked at."""
 _SPIN_S = 0.002
 """Longer waits give the processor away, which costs them a twentieth of their time at most."""
 _NAP_S = 0.00005
@@ -218,8 +218,10 @@ class CudaChannel:
         posted: list[Operation] = []
         with self._lock:
             error = self._reason_not_to_begin(deadline)
-            for begin in range(0, len(extents), _POSTED_AT_ONCE):
-                some = slice(begin, begin + _POSTED_AT_ONCE)
+            begin, length = 0, _POSTED_AT_FIRST
+            while begin < len(extents):
+                some = slice(begin, begin + length)
+                begin, length = begin + length, min(2 * length, _POSTED_AT_ONCE)
                 posted += [
                     self._post(extent, local, deadline, error, read=True)
                     for extent, local in zip(extents[some], into[some], strict=True)

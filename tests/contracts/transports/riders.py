@@ -41,9 +41,9 @@ from tests.l2_rdma.pools import TENANT_NAME
 from tests.l2_rdma.regions import header_of, key_of, payload_of
 from tests.peers import CREDENTIALS, IDENTITY, PATIENCE_S, soon
 
-COPY_BYTES = 256 << 10
+COPY_BYTES = 64 << 10
 PAYLOAD_BYTES = COPY_BYTES - HEADER_BYTES
-ROUND_S = 2.0
+ROUND_S = 4.0
 """What a reader gives one round of reads."""
 TENANT = CREDENTIALS.tenant_digest(TENANT_NAME)
 
@@ -78,17 +78,15 @@ class Rider:
         except KVCommError:
             self.transport.close()
             raise
+        self._name = served_as(name)
+        self.open_channel()
+
+    def open_channel(self) -> None:
+        """Another one, instead of the one there was."""
         offers = self._call(ChannelAsk())
         assert isinstance(offers, ChannelOffers)
-        name = served_as(name)
-        [offer] = [each.detail for each in offers.offers if each.transport == name]
-
-        def ask(proposal: bytes) -> bytes:
-            answer = self._call(ChannelOpen(name, proposal))
-            assert isinstance(answer, ChannelOpened)
-            return answer.answer
-
-        self.channel = self.transport.connect(offer, RegionHeader.unpack(offers.header), ask, soon())
+        [offer] = [each.detail for each in offers.offers if each.transport == self._name]
+        self.channel = self.transport.connect(offer, RegionHeader.unpack(offers.header), self._open, soon())
         self.reader = RemoteReader(self.channel, self.transport, timeout_s=ROUND_S)
 
     def get(
@@ -153,6 +151,11 @@ class Rider:
     def close(self) -> None:
         self.transport.close()
         self.connection.close()
+
+    def _open(self, proposal: bytes) -> bytes:
+        answer = self._call(ChannelOpen(self._name, proposal))
+        assert isinstance(answer, ChannelOpened)
+        return answer.answer
 
     def _call(self, message: Message) -> Message:
         return self.connection.call(message, [], deadline=soon()).message

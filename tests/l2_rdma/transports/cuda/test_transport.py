@@ -142,6 +142,19 @@ def test_what_is_outside_the_region_is_refused(wire):
     assert isinstance(channel.write(Extent(end - 4, 8), bytes(8), soon()).error, Refused)
 
 
+class Clock:
+    """Can be put forward."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.ahead_s
+
+
+HOUR_S = 3600.0
+
+
 @pytest.fixture
 def held(make_pool, gpu):
     """A channel whose copies stay under way."""
@@ -149,7 +162,7 @@ def held(make_pool, gpu):
         pytest.skip("only a GPU of plain memory can be held")
     pool = make_pool()
     pool.put(1)
-    mine = CudaTransport(gpu)
+    mine = CudaTransport(gpu, Clock())
     provider = CudaProvider(pool.region)
     channel = mine.connect(
         provider.offer(), pool.region.header, lambda asked: provider.open(1, TENANT, asked), soon()
@@ -166,8 +179,9 @@ def test_an_operation_past_its_deadline_is_over_and_its_memory_is_nobodys(held):
     pool, mine, channel = held
     into = memoryview(bytearray(1024))
 
-    [late] = channel.read([Extent(pool.offset_of(1), 1024)], [into], time.monotonic() + 0.02)
+    [late] = channel.read([Extent(pool.offset_of(1), 1024)], [into], time.monotonic() + HOUR_S)
     assert not late.done
+    mine._clock.ahead_s = 2 * HOUR_S
     mine.wait([late])
 
     assert isinstance(late.error, Unavailable)
@@ -198,9 +212,10 @@ def test_what_waits_in_the_channel_has_deadlines_too(held, monkeypatch):
     monkeypatch.setattr(transport, "FLIGHT_COPIES_MAX", 1)
     extent = Extent(pool.offset_of(1), 1024)
     into = [memoryview(bytearray(1024)) for _ in range(2)]
-    [first] = channel.read([extent], into[:1], soon())
+    [first] = channel.read([extent], into[:1], time.monotonic() + 3 * HOUR_S)
 
-    [queued] = channel.read([extent], into[1:], time.monotonic() + 0.02)
+    [queued] = channel.read([extent], into[1:], time.monotonic() + HOUR_S)
+    mine._clock.ahead_s = 2 * HOUR_S
     mine.wait([queued])
 
     assert isinstance(queued.error, Unavailable)

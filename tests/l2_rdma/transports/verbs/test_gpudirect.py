@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcomm.errors import Refused
+from kvcomm.errors import Refused, Unavailable
 from l2_rdma.transports.port import Extent
-from l2_rdma.transports.verbs.gpudirect import register_gpu
+from l2_rdma.transports.verbs.gpudirect import export_dma_buf, register_gpu
 from tests.l2_rdma.transports.verbs.fabric import Card
 from tests.peers import soon
 
@@ -89,3 +89,24 @@ def test_an_rdma_device_that_cannot_leaves_nothing_open(net):
         register_gpu(net.transport, graphics, 4096, 4096)
     [(_, _, descriptor)] = graphics.driver.exported
     assert not is_open(descriptor)
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_exports_a_part_of_its_memory():
+    from l2_rdma.transports.cuda.runtime import dma_buf_support, open_gpu
+
+    try:
+        real = open_gpu()
+    except Unavailable as error:
+        pytest.skip(f"needs a GPU ({error.message})")
+    pointer = real.allocate(2 << 20)
+    try:
+        if (able := dma_buf_support(real, pointer, 2 << 20)) != "yes":
+            pytest.skip(f"needs a GPU whose driver exports dma-bufs ({able})")
+        descriptor = export_dma_buf(real, pointer + 8192, 4096)
+        try:
+            assert "dmabuf" in os.readlink(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+    finally:
+        real.free(pointer)
