@@ -168,6 +168,7 @@ class L2Tier:
         return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
+        self._follow()  # pools that nobody has asked for anything yet are pools, too
         members = [self._members[node] for node in sorted(self._members)]
         attachments = [each for each in (member.current(start=False)[0] for member in members) if each]
         mapped = [each for each in attachments if isinstance(each, Mapped)]
