@@ -264,21 +264,22 @@ def _transports(visit: Visit) -> Iterator[PoolTrials]:
         attempt: Callable[[str], Trial] = partial(trials.to_pool, address=pool.address, token=pool.token)
         yield try_all(pool.name, TRANSPORTS, network.transports, _with_gpu_direct(attempt), pool.listens_at)
     if not visit.peer and not visit.instance:
-        attempt = trials.between_processes if settings.cache.l2_device is None else _on_gpu(trials)
-        attempt, at = _with_gpu_direct(attempt), network.listen_host
+        attempt = _with_gpu_direct(_tried_here(trials, on_gpu=settings.cache.l2_device is not None))
+        at = network.listen_host
         yield try_all("a pool of this host", TRANSPORTS, network.transports, attempt, at)
 
 
-def _on_gpu(trials: Trials) -> Callable[[str], Trial]:
-    """Tries what reaches pools that are configured to be in a GPU's memory."""
+def _tried_here(trials: Trials, *, on_gpu: bool) -> Callable[[str], Trial]:
+    """Pools are in a GPU's memory, which ``cuda`` alone reaches, or in the host's, which it does not."""
     from kvcomm.cli.trials import Trial
 
     def told(transport: str) -> Trial:
-        if transport == "cuda":
-            return trials.between_processes(transport)
-        return Trial(
-            transport, "refused", "pools are in a GPU's memory (cache.l2_device): only cuda reaches it"
-        )
+        if on_gpu and transport != "cuda":
+            return Trial(transport, "refused", "cache.l2_device: a GPU's memory is reached by cuda alone")
+        trial = trials.between_processes(transport)
+        if transport == "cuda" and not on_gpu and trial.verdict == "works":
+            return replace(trial, reason="not for pools in host memory (cache.l2_device)")
+        return trial
 
     return told
 

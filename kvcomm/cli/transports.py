@@ -50,7 +50,9 @@ class PoolTrials:
 
     def reason(self, trial: Trial) -> str:
         """Why it is not used; empty for the one that is."""
-        return trial.reason if trial.verdict == "failed" else self.choice.reasons.get(trial.transport, "")
+        if trial.reason and trial.verdict != "refused":
+            return trial.reason
+        return self.choice.reasons.get(trial.transport, "")
 
     def findings(self) -> Iterator[Finding]:
         for trial in self.trials:
@@ -77,7 +79,7 @@ def try_all(
     measured = [
         Measured(cast("TransportName", name), trial.latency_s, trial.bytes_per_s)
         for name, trial in zip(names, trials, strict=True)
-        if trial.verdict == "works"
+        if trial.verdict == "works" and not trial.reason
     ]
     refused = {trial.transport: trial.reason for trial in trials if trial.verdict != "works"}
     elsewhere = choose([each for each in measured if each.transport not in _OF_ONE_HOST], {}, preferred)

@@ -44,7 +44,7 @@ class Trial:
     verdict: Literal["works", "refused", "failed"]
     """``failed``: a process crashed, hung, or did what it must not."""
     reason: str = ""
-    """Of a verdict that is not ``works``."""
+    """Of a verdict that is not ``works``, or why it is not used although it does."""
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)

@@ -243,5 +243,14 @@ def test_a_pool_in_gpu_memory_is_reached_by_cuda_or_by_nobody(run: Doctor, fake:
     fake.answers["cuda"] = Trial("cuda", "works", "", 3e-5, 1e10)
     said = told(run("--json", text=text))
     assert said["transport cuda"]["detail"]["used"] is True
-    assert "only cuda reaches it" in said["transport shm"]["text"]
+    assert "reached by cuda alone" in said["transport shm"]["text"]
     assert fake.asked == [("cuda",), ("cuda",)]
+
+
+def test_a_gpu_is_measured_but_reaches_no_pool_in_host_memory(run: Doctor, fake: FakeTrials) -> None:
+    fake.answers["cuda"] = Trial("cuda", "works", "", 3e-5, 1e10)
+    said = told(run("--json"))
+    assert said["transport cuda"]["verdict"] == "ok"
+    assert said["transport cuda"]["text"] == "not for pools in host memory (cache.l2_device)"
+    alone = run(text="network: {transports: [cuda]}\ncache: {l2_size: 1MiB, l3_size: 1MiB}\n")
+    assert alone.exit_code == 1 and "no configured transport reaches" in alone.stdout
