@@ -85,9 +85,9 @@ class Wires:
 
     def _reset_after_fork(self) -> None:
         """Queue pairs and sockets are the parent's."""
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._found, self._user_count = None, 0
+        self._process = os.getpid()  # last: from now on other threads take the lock, which must be ours
 
     def _end(self) -> None:
         with self._lock:
