@@ -130,7 +130,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return ["-", row["error"] if row["pid"] is None else f"no answer: {row['error']}"]
+        return ["-", "down" if row["pid"] is None else f"no answer: {row['error']}"]
     cells = [str(row["epoch"] or "-"), f"{row['uptime_s']:.0f} s"]
     if usage := row["usage"]:
         sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])

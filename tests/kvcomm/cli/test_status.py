@@ -40,6 +40,6 @@ def test_a_node_of_the_ring_that_is_not_there_is_told_while_others_are() -> None
     ring = RingMap(1, 1, 1, 1, 1, [shard], [pool])
     (missing,) = _missing("small", Survey([record], ring, []))
     assert (missing["node"], missing["role"], missing["error"]) == ("pool-0", "pool", "not running")
-    assert _cells(missing) == ["-", "not running"]
+    assert _cells(missing) == ["-", "down"]
     assert list(_missing("small", Survey([], ring, []))) == []  # all of it was stopped
     assert list(_missing("small", Survey([record], None, []))) == []  # it is just starting
