@@ -117,9 +117,11 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """What has no column: disks, and how a pool's memory is reached."""
+    """What has no column: errors, disks, and how a pool's memory is reached."""
     for row in rows:
         node = row["node"]
+        if row["error"] and row["pid"] is not None:
+            yield f"{node} does not answer: {row['error']}"
         if row.get("disk"):
             yield f"{node} disk {_disk(row['disk'])}"
         if row["transports"] or row["refused_transports"]:
@@ -130,7 +132,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return ["-", "down" if row["pid"] is None else f"no answer: {row['error']}"]
+        return ["-", "down" if row["pid"] is None else "silent"]
     cells = [str(row["epoch"] or "-"), f"{row['uptime_s']:.0f} s"]
     if usage := row["usage"]:
         sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])

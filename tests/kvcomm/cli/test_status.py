@@ -10,7 +10,7 @@ from kvcomm.wire.messages import RingMap, RingNode
 
 
 def row(**more: Any) -> dict[str, Any]:
-    return {"node": "pool-0", "transports": [], "refused_transports": {}} | more
+    return {"node": "pool-0", "pid": 7, "error": "", "transports": [], "refused_transports": {}} | more
 
 
 def test_a_pool_says_what_it_serves_and_why_not_the_rest() -> None:
@@ -25,6 +25,12 @@ def test_a_pool_says_what_it_serves_and_why_not_the_rest() -> None:
 def test_a_pool_that_serves_nothing_says_so() -> None:
     lines = list(_lines([row(refused_transports={"verbs": "no RDMA device"})]))
     assert lines[0] == "pool-0 serves no transport: nobody reads its memory"
+
+
+def test_a_node_that_does_not_answer_says_why_where_there_is_room() -> None:
+    silent = row(error="no connection within 2 s")
+    assert _cells(silent) == ["-", "silent"]
+    assert list(_lines([silent])) == ["pool-0 does not answer: no connection within 2 s"]
 
 
 def test_a_shard_has_nothing_to_say() -> None:
