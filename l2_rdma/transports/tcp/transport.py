@@ -208,9 +208,12 @@ class TcpTransport:
         with self._lock:
             self._earliest = _NEVER
             channels = {channel for channel, stream in self._channels.values() if stream in self._busy}
-        earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
-        with self._lock:
-            self._look_by(earliest)
+        earliest = now  # if we are interrupted: nobody else would look again
+        try:
+            earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
+        finally:
+            with self._lock:
+                self._look_by(earliest)
 
     def _look_by(self, deadline: float) -> None:
         """Lock held: look for what is overdue then, at the latest."""

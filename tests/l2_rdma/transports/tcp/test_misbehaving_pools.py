@@ -214,6 +214,23 @@ def test_late_bytes_come_to_nobody_and_the_channel_goes_on(pool: ScriptedPool, s
     assert late.done and isinstance(late.error, Unavailable)
 
 
+def test_who_is_interrupted_while_it_ends_the_overdue_is_not_the_last_to_do_so(
+    pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = pool.connect()
+    late = channel.fetch_add(SLOTS, 1, soon(SHORT_S))
+
+    def interrupted(now: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(channel.streams[0], "expire", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.transport.wait([late])
+    monkeypatch.undo()
+    pool.transport._poll(0.0)
+    assert isinstance(late.error, Unavailable)
+
+
 def test_a_pool_that_owes_too_much_is_given_up(pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "OWED_BYTES_MAX", 3 << 20)
     channel = pool.connect()
