@@ -199,11 +199,6 @@ class TcpProvider:
 
     def _welcome_stranger(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        try:
-            tune(accepted)
-        except OSError:
-            accepted.close()  # it was reset meanwhile
-            return
         serving = Serving(
             accepted,
             self._region,
@@ -212,7 +207,12 @@ class TcpProvider:
             self._clock() + HELLO_TIMEOUT_S,
             self._clock,
         )
-        self._epoll.register(accepted.fileno(), serving.interest)
+        try:
+            tune(accepted)
+            self._epoll.register(accepted.fileno(), serving.interest)
+        except OSError:
+            accepted.close()  # it was reset meanwhile, or is one more than the kernel watches for us
+            return
         self._strangers[serving] = None
         self._streams[accepted.fileno()] = serving
 

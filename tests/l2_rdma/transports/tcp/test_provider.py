@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 import psutil
@@ -337,6 +339,32 @@ def test_a_pool_without_a_descriptor_left_serves_those_it_has_and_accepts_later(
     client.sendall(HELLO.pack(MAGIC, ticket.number, ticket.secret))
     assert client.recv(64, socket.MSG_WAITALL).startswith(MAGIC)
     client.close()
+
+
+class FullEpoll:
+    """The kernel watches no more sockets for this user."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.refused = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def register(self, descriptor: int, events: int) -> None:
+        self.refused.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_stream_that_cannot_be_watched_is_hung_up_on_and_the_others_are_served(wired: Wired) -> None:
+    channel = wired.connect()
+    real = wired.provider._epoll
+    wired.provider._epoll = full = FullEpoll(real)  # type: ignore[assignment]
+    assert is_over(wired.stranger())
+    assert full.refused.is_set()
+    wired.provider._epoll = real
+    assert wired.fetch(channel, wired.slots, 8) == bytes(8)
+    assert wired.fetch(wired.connect(), wired.slots, 8) == bytes(8)
 
 
 def _take_descriptors() -> list[int]:
