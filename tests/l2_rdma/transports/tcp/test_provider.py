@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import random
 import resource
@@ -36,6 +37,7 @@ from l2_rdma.transports.tcp.protocol import (
     STREAM_COUNT_MAX,
     TICKET,
     WRITE,
+    TcpOffer,
     TcpProposal,
     reply_head,
 )
@@ -81,6 +83,14 @@ def test_another_tenant_gets_no_ticket(wired: Wired) -> None:
 def test_nothing_listens_where_nothing_can_be_called(wired: Wired, host: str) -> None:
     with pytest.raises(Unavailable, match="listen"):
         TcpProvider(wired.region, host)
+
+
+def test_clients_need_no_resolver(wired: Wired) -> None:
+    provider = TcpProvider(wired.region, "localhost")
+    offer = msgspec.msgpack.decode(provider.offer(), type=TcpOffer)
+    assert ipaddress.ip_address(offer.host).is_loopback
+    socket.create_connection((offer.host, offer.port), PATIENCE_S).close()
+    provider.close()
 
 
 def test_a_ticket_lets_in_once(wired: Wired) -> None:
