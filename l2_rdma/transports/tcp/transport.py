@@ -241,7 +241,7 @@ class TcpTransport:
     def _greet(self, connected: socket.socket, hello: bytes, header: RegionHeader, deadline: float) -> None:
         tune(connected)
         connected.settimeout(self._left_s(deadline))
-        connected.sendall(hello)
+        connected.sendall(hello, socket.MSG_NOSIGNAL)
         welcome = self._receive_whole(connected, WELCOME.size, deadline)
         magic, incarnation, region_bytes = WELCOME.unpack(welcome)
         if magic != MAGIC:
