@@ -96,7 +96,7 @@ class CudaTransport:
             raise Unavailable(f"{where.path} is of another life of the pool")
         channel = CudaChannel(region, self._locked, self._clock)
         with self._lock:
-            self._channels = [each for each in self._channels if each.broken is None] + [channel]
+            self._channels = [each for each in self._channels if not each.closed] + [channel]
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
@@ -199,6 +199,7 @@ class CudaChannel:
         self._flight_bytes = self._flight_copies = 0
         self._queue: deque[_Piece] = deque()
         self._error: KVCommError | None = None
+        self.closed = False
 
     @property
     def broken(self) -> KVCommError | None:
@@ -222,6 +223,7 @@ class CudaChannel:
             while begin < len(extents):
                 some = slice(begin, begin + length)
                 begin, length = begin + length, min(2 * length, _POSTED_AT_ONCE)
+                error = error or self._error  # enqueueing the ones before may have broken the channel
                 posted += [
                     self._post(extent, local, deadline, error, read=True)
                     for extent, local in zip(extents[some], into[some], strict=True)
@@ -256,13 +258,19 @@ class CudaChannel:
         with self._lock:
             if self._error is None:
                 self._break(Unavailable("the channel is closed"))
+            self.closed = True
+            with suppress(KVCommError):
+                self.region.close()
 
     def drain(self) -> None:
         """Until no copy is under way."""
         with self._lock:
-            while self._flights:
-                self._finish_all()
-                self._launch()
+            try:
+                while self._flights:
+                    self._finish_all()
+                    self._launch()
+            except KVCommError as error:
+                self._break(error)
 
     def progress(self) -> bool:
         """End what is over or overdue, and enqueue what waits; whether anything ended."""
@@ -411,7 +419,8 @@ class CudaChannel:
                 piece.operation.complete()
 
     def _break(self, error: KVCommError) -> None:
-        """Nothing works any more: first let copies end, then say so."""
+        """Nothing works any more: first let copies end, then say so.  The region stays mapped until
+        :meth:`close`: what others look at through it is not ours to take away."""
         if self._error is not None:
             return
         self._error = error
@@ -425,5 +434,3 @@ class CudaChannel:
         self._flight_bytes = self._flight_copies = 0
         for piece in pieces:
             piece.operation.fail(error)
-        with suppress(KVCommError):
-            self.region.close()

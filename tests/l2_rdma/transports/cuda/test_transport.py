@@ -12,7 +12,7 @@ from l2_rdma.transports.cuda.provider import CudaProvider
 from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.port import Extent, WireOptions
 from tests.l2_rdma.regions import OTHER_TENANT, TENANT, payload_of
-from tests.l2_rdma.transports.cuda.conftest import download, upload
+from tests.l2_rdma.transports.cuda.conftest import DevicePool, download, upload
 from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 
 
@@ -244,6 +244,59 @@ def test_a_failed_gpu_breaks_the_channel_and_nothing_waits_for_it(held, gpu):
 
     assert "IllegalAddress" in str(operation.error)
     assert channel.broken is operation.error
+
+
+def test_a_channel_whose_pool_closes_its_region_still_ends_what_is_under_way(held):
+    pool, mine, channel = held
+    [operation] = channel.read([Extent(pool.offset_of(1), 1024)], [memoryview(bytearray(1024))], soon())
+    other = DevicePool(pool.region.file.path.parent, pool.gpu)
+    provider = CudaProvider(other.region)
+
+    pool.region.file.close()
+    mine.connect(provider.offer(), other.region.header, lambda asked: provider.open(1, TENANT, asked), soon())
+    channel._stream.held = False
+    channel._stream.run()
+    mine._poll(0.0)
+
+    assert operation.done
+    other.close()
+
+
+def test_what_is_read_after_the_gpu_failed_in_the_middle_of_a_batch_fails_at_once(held, gpu):
+    pool, _, channel = held
+    into = [memoryview(bytearray(1024)) for _ in range(5)]
+    gpu.fails_after_copies = 1
+
+    posted = channel.read([Extent(pool.offset_of(1), 1024)] * 5, into, soon())
+
+    assert [str(each.error) for each in posted] == ["a copy failed"] * 5
+
+
+def test_a_broken_channel_leaves_its_region_mapped_until_it_is_closed(held, gpu):
+    pool, _, channel = held
+    address = channel.region.slots.pointer
+    gpu.fails_after_copies = 0
+
+    [failed] = channel.read([Extent(pool.offset_of(1), 1024)], [memoryview(bytearray(1024))], soon())
+
+    assert failed.error is channel.broken
+    assert address in gpu._maps, "views of a reader are still there"
+    channel.close()
+    assert address not in gpu._maps
+
+
+def test_memory_is_unlocked_although_the_gpu_failed(held, gpu):
+    pool, mine, channel = held
+    memory = memoryview(bytearray(1024))
+    registration = mine.register(memory)
+    [operation] = channel.read([Extent(pool.offset_of(1), 1024)], [memory], soon())
+    gpu.failed = "cudaErrorIllegalAddress"
+
+    registration.close()
+    gpu.failed = ""
+
+    assert isinstance(operation.error, Unavailable)
+    assert not gpu.registered
 
 
 def test_a_pool_that_closes_its_region_breaks_the_channel(wire):
