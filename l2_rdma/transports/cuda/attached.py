@@ -34,7 +34,7 @@ from kvcomm.wire.messages import (
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
 from l2_rdma.transports.cuda.gpu import DeviceBuffer
-from l2_rdma.transports.cuda.reader import CudaReader, DeviceBlock
+from l2_rdma.transports.cuda.reader import CudaReader, DeviceBlock, check_length
 from l2_rdma.transports.cuda.transport import CudaChannel, CudaTransport
 
 ALIVE_INTERVAL_S = 0.05
@@ -130,11 +130,15 @@ class AttachedPool:
         """Store payloads that are on this process's GPU: reserve, copy from GPU to GPU, publish.
 
         Args:
-            blocks: each header's ``payload_checksum`` is :meth:`CudaReader.digest` of the payload.
+            blocks: each header's ``payload_checksum`` is :meth:`CudaReader.digest` of the payload, which no
+                stream may be writing to any more.
 
         Raises:
+            PayloadError: a payload is not as long as its header says; nothing was stored.
             Unavailable, OutcomeUnknown: the pool did not answer.
         """
+        for header, payload in blocks:
+            check_length(header, payload)
         wants = [Want(header.key, HEADER_BYTES + header.payload_bytes) for header, _ in blocks]
         grants = _asked(self._connection, BlockReserve(wants), BlockReserved, deadline).grants
         statuses: list[PutStatus] = ["refused"] * len(blocks)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from kvcomm.errors import PayloadError
 from l2_rdma.transports.cuda.attached import AttachedPool
 from l2_rdma.transports.cuda.transport import CudaTransport
 from tests.l2_rdma.pools import pool_thread
 from tests.l2_rdma.regions import key_of
 from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
-from tests.l2_rdma.transports.cuda.workers import POOL, Mirror, expected, header
+from tests.l2_rdma.transports.cuda.workers import PAYLOAD_BYTES, POOL, Mirror, expected, header
 from tests.peers import IDENTITY, soon
 
 ROOT = Path(__file__).parents[4]
@@ -169,7 +170,10 @@ def test_put_and_fetch_in_one_process(directory):
         attached = AttachedPool.attach(pool.address, IDENTITY, transport, soon())
         mirror = Mirror(transport.gpu)
         blocks = [(header(number), mirror.up(expected(number))) for number in (1,)]
+        too_long = Mirror(transport.gpu, 2 * PAYLOAD_BYTES).device
 
+        with pytest.raises(PayloadError):
+            attached.put([*blocks, (header(2), too_long)], soon())
         assert attached.put(blocks, soon()) == ["stored"]
         assert attached.put(blocks, soon()) == ["present"]
         assert attached.reader.lookup([key_of(1), key_of(2)]) == [True, False]
