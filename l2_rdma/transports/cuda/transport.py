@@ -132,27 +132,26 @@ class CudaTransport:
 
 
 class CudaRegistration:
-    """Host memory locked in place, until :meth:`close` or the last reference is gone.  Where the system
-    refuses,
-    ``refusal`` says why, and copies take the way of other host memory."""
+    """Host memory locked in place, until :meth:`close`, or until memory is locked or unlocked after the last
+    reference is gone.  Where the system refuses, ``refusal`` says why, and copies take the way of other host
+    memory."""
 
     def __init__(self, locked: LockedMemory, buffer: memoryview) -> None:
-        address = address_of(buffer)
-        self.refusal = locked.lock(address, buffer.nbytes)
-        self._unlock = weakref.finalize(self, _unlock, locked, address if not self.refusal else 0, buffer)
-        self._unlock.atexit = False  # CUDA may be gone by then; the system unlocks it
+        self._locked = locked
+        self._address = address_of(buffer)
+        self.refusal = locked.lock(self._address, buffer.nbytes)
+        address = self._address if not self.refusal else 0
+        self._forgotten = weakref.finalize(self, locked.give_back, address, buffer)  # keeps it until then
+        self._forgotten.atexit = False  # CUDA may be gone by then; the system unlocks it
 
     @property
     def pinned(self) -> bool:
-        return self._unlock.alive and not self.refusal
+        return self._forgotten.alive and not self.refusal
 
     def close(self) -> None:
-        self._unlock()
-
-
-def _unlock(locked: LockedMemory, address: int, buffer: memoryview) -> None:
-    """``buffer`` keeps the memory until then."""
-    locked.unlock(address)
+        known = self._forgotten.detach()
+        if known is not None and not self.refusal:
+            self._locked.unlock(self._address)
 
 
 class _Piece(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.errors import Corrupt, Refused, Unavailable
+from l2_rdma.copying import address_of
 from l2_rdma.transports.cuda import make_provider, transport
 from l2_rdma.transports.cuda.provider import CudaProvider
 from l2_rdma.transports.cuda.transport import CudaTransport
@@ -107,6 +108,45 @@ def test_registered_memory_is_locked_once_and_given_back(wire):
     third.close()
     third.close()
     assert not third.pinned
+
+
+def test_a_registration_may_be_forgotten_while_memory_is_locked_or_copied(wire, monkeypatch):
+    """The collector of garbage comes at any time, in any thread."""
+    _, mine, _ = wire
+    memory, other = memoryview(bytearray(64 << 10)), memoryview(bytearray(64 << 10))
+    forgotten = [mine.register(memory)]
+    register = mine.gpu.register
+
+    def collected(address, nbytes):
+        forgotten.clear()
+        register(address, nbytes)
+
+    monkeypatch.setattr(mine.gpu, "register", collected)
+
+    second = mine.register(other)
+    assert second.pinned
+    assert mine.register(memory).pinned, "the first one is gone"
+    second.close()
+
+
+def test_memory_is_cut_before_it_is_locked_and_until_it_no_longer_is(wire, monkeypatch):
+    _, mine, _ = wire
+    memory = memoryview(bytearray(64 << 10))
+    address = address_of(memory)
+    whole = []
+    for name in ("register", "unregister"):
+        call = getattr(mine.gpu, name)
+
+        def looked(*arguments, call=call):
+            call(*arguments)
+            whole.append(mine._locked.whole(address, len(memory)))
+
+        monkeypatch.setattr(mine.gpu, name, looked)
+
+    mine.register(memory[8192:16384]).close()
+
+    assert whole == [False, False]
+    assert mine._locked.whole(address, len(memory))
 
 
 def test_a_registration_that_is_forgotten_ends_with_its_last_reference(wire):
