@@ -30,7 +30,7 @@ from l2_rdma.layout import WORD_BYTES, RegionHeader
 from l2_rdma.region import host_id
 from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker
 from l2_rdma.transports.cuda.locked import LockedMemory
-from l2_rdma.transports.cuda.provider import CudaAnswer, CudaOffer, CudaProposal
+from l2_rdma.transports.cuda.provider import HANDLE_BYTES, CudaAnswer, CudaOffer, CudaProposal
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.poll import PollLoop
 from l2_rdma.transports.port import (
@@ -90,6 +90,8 @@ class CudaTransport:
             where = msgspec.msgpack.decode(answered, type=CudaAnswer)
         except msgspec.DecodeError as error:
             raise Corrupt(f"an offer of GPU memory that is none: {error}") from error
+        if len(where.handle) != HANDLE_BYTES:
+            raise Corrupt(f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(where.handle)}")
         region = CudaRegion.map(where.path, header.tenant, self.gpu, where.handle)
         if region.header != header:
             region.close()

@@ -3,13 +3,14 @@ failure."""
 
 import time
 
+import msgspec
 import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.errors import Corrupt, Refused, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.transports.cuda import make_provider, transport
-from l2_rdma.transports.cuda.provider import CudaProvider
+from l2_rdma.transports.cuda.provider import CudaAnswer, CudaProvider
 from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.port import Extent, WireOptions
 from tests.l2_rdma.regions import OTHER_TENANT, TENANT, payload_of
@@ -371,6 +372,15 @@ def test_who_cannot_or_may_not_map_it_is_told_so(make_pool, what, monkeypatch):
         mine.connect(offer, header, lambda asked: provider.open(1, tenant, asked), soon())
     with pytest.raises(Corrupt):
         provider.open(1, TENANT, b"\xc1")
+
+
+def test_a_handle_that_is_none_is_the_pools_fault(make_pool):
+    pool = make_pool()
+    provider = CudaProvider(pool.region)
+    answer = msgspec.msgpack.encode(CudaAnswer(str(pool.region.file.path), bytes(63)))
+
+    with pytest.raises(Corrupt, match="64 bytes"):
+        CudaTransport(pool.gpu).connect(provider.offer(), pool.region.header, lambda asked: answer, soon())
 
 
 def test_a_pool_in_host_memory_offers_no_cuda(tmp_path):
