@@ -27,7 +27,7 @@ from kvcomm.errors import Corrupt, PayloadError, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, SUSPECT_COUNT, SUSPECT_FIRST_WORD, WORD_BYTES
+from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.reader import VERIFIED_MAX, ReaderCounters
 from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker, Stream
@@ -368,7 +368,7 @@ class CudaReader:
 
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1
-        self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+        self._words[suspect_word(offset)] = offset
 
 
 def _growing(count: int) -> Iterator[tuple[int, int]]:

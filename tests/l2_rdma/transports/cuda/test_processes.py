@@ -163,7 +163,7 @@ def test_a_killed_writer_leaves_its_key_writable(process, directory, name, pool_
     assert counts["alive"] is True
 
 
-def test_put_and_fetch_in_one_process(directory):
+def test_put_and_fetch_in_one_process(directory, monkeypatch):
     gpu = HostGpu(directory)
     with pool_thread(directory, transports=("cuda",), gpu=gpu, **POOL) as pool:
         transport = CudaTransport(HostGpu(directory))
@@ -181,5 +181,18 @@ def test_put_and_fetch_in_one_process(directory):
         assert found is not None
         assert found.key == key_of(1)
         assert bytes(mirror.down()) == expected(1)
+
+        alive, call = [], attached._connection.call
+
+        def read_beside(message, deadline):
+            attached._alive_until = 0.0
+            alive.append(attached.alive())
+            return call(message, deadline=deadline)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(attached._connection, "alive", lambda: False)  # there is something to be read
+            patched.setattr(attached._connection, "call", read_beside)
+            assert attached.put(blocks, soon()) == ["present"]
+        assert alive == [True], "the answer to a put is not the end of the pool"
         attached.close()
         assert attached.view([key_of(1)]) == [None]
