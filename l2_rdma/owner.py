@@ -677,7 +677,10 @@ class Owner:
         compared = 0
         for slab in slabs[begin:] + slabs[:begin]:
             slots = [self._slots[offset] for offset in self._allocator.live(slab)]
-            if any(slot.state == "reserved" or slot.leases or slot.offset in pinned for slot in slots):
+            if any(
+                slot.state == "reserved" or slot.exposed or slot.leases or slot.offset in pinned
+                for slot in slots
+            ):
                 continue
             marks = sum(self._marked(slot) for slot in slots if slot.state == "published")
             if marks <= marks_max * len(slots):
