@@ -9,6 +9,8 @@ from l2_rdma.region import host_id
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.port import TransportName
 
+HANDLE_BYTES = 64
+
 
 class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
     host: bytes
@@ -26,7 +28,7 @@ class CudaProposal(msgspec.Struct, frozen=True, array_like=True):
 class CudaAnswer(msgspec.Struct, frozen=True, array_like=True):
     path: str
     handle: bytes
-    """64 bytes, CUDA's."""
+    """:data:`HANDLE_BYTES` bytes, CUDA's."""
 
 
 class CudaProvider:

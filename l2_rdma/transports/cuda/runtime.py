@@ -19,7 +19,6 @@ from l2_rdma.transports.cuda.checksum import DigestKernels
 
 ALLOCATION_UNIT_BYTES = 2 << 20
 """CUDA cuts smaller allocations from shared ones, and a handle always means the whole."""
-_IDLE_EVENTS_MAX = 1024
 
 _exported: dict[bytes, int] = {}
 """Handles of this process's own memory: CUDA maps only other processes'."""
@@ -69,7 +68,8 @@ class CudaGpu:
         """Handle to (address, how often); CUDA maps a handle once a process."""
         self._kernels: DigestKernels | None = None
         self._nvrtc = nvrtc
-        self.idle_events: deque[Any] = deque(maxlen=_IDLE_EVENTS_MAX)
+        self.idle_events: deque[Any] = deque()
+        """As many as were ever in use at once, which the flights of the channels bound."""
         self.use()
         self.call("cudaFree", 0)  # makes the context
         properties = self.call("cudaGetDeviceProperties", ordinal)
