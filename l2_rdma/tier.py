@@ -266,8 +266,9 @@ class L2Tier:
     def _reset_after_fork(self) -> None:
         """A thread that the child does not have may hold a lock."""
         if self._process != os.getpid():
-            self._process, self._lock = os.getpid(), threading.Lock()
+            self._lock = threading.Lock()
             self._ledger.reset_after_fork()
+            self._process = os.getpid()  # last: from now on other threads take the locks
 
     # -- reading ---------------------------------------------------------------------------------------------
 
