@@ -28,9 +28,9 @@ from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from l2_rdma.copying import address_of, copy_bytes
 from l2_rdma.layout import WORD_BYTES, RegionHeader
 from l2_rdma.region import host_id
-from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES, DeviceBuffer, Gpu, Marker
 from l2_rdma.transports.cuda.locked import LockedMemory
-from l2_rdma.transports.cuda.provider import HANDLE_BYTES, CudaAnswer, CudaOffer, CudaProposal
+from l2_rdma.transports.cuda.provider import CudaAnswer, CudaOffer, CudaProposal
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.poll import PollLoop
 from l2_rdma.transports.port import (
