@@ -80,8 +80,7 @@ class CudaTransport:
         return CudaRegistration(self._locked, buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> CudaChannel:
-        if self._closed:
-            raise ValueError("the transport is closed")
+        self._require_open()
         try:
             offered = msgspec.msgpack.decode(offer, type=CudaOffer)
             if offered.host != host_id():
@@ -96,9 +95,15 @@ class CudaTransport:
         if region.header != header:
             region.close()
             raise Unavailable(f"{where.path} is of another life of the pool")
-        channel = CudaChannel(region, self._locked, self._clock)
+        try:
+            channel = CudaChannel(region, self._locked, self._clock)
+        except BaseException:
+            region.close()
+            raise
         with self._lock:
-            self._channels = [each for each in self._channels if not each.closed] + [channel]
+            if self._closed:
+                channel.close()
+            self._channels = [each for each in [*self._channels, channel] if not each.closed]
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
@@ -111,6 +116,10 @@ class CudaTransport:
         for channel in channels:
             channel.close()
         self._locked.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the transport is closed")
 
     def _drain(self) -> None:
         for channel in self._open_channels():
