@@ -77,6 +77,7 @@ class CudaTransport:
         self._loop = PollLoop(self._poll, clock)
 
     def register(self, buffer: memoryview) -> CudaRegistration:
+        self._require_open()
         return CudaRegistration(self._locked, buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> CudaChannel:
