@@ -9,8 +9,6 @@ from l2_rdma.region import host_id
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.port import TransportName
 
-HANDLE_BYTES = 64
-
 
 class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
     host: bytes
@@ -28,7 +26,7 @@ class CudaProposal(msgspec.Struct, frozen=True, array_like=True):
 class CudaAnswer(msgspec.Struct, frozen=True, array_like=True):
     path: str
     handle: bytes
-    """:data:`HANDLE_BYTES` bytes, CUDA's."""
+    """64 bytes, CUDA's."""
 
 
 class CudaProvider:

@@ -28,9 +28,9 @@ from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from l2_rdma.copying import address_of, copy_bytes
 from l2_rdma.layout import WORD_BYTES, RegionHeader
 from l2_rdma.region import host_id
-from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES, DeviceBuffer, Gpu, Marker
 from l2_rdma.transports.cuda.locked import LockedMemory
-from l2_rdma.transports.cuda.provider import HANDLE_BYTES, CudaAnswer, CudaOffer, CudaProposal
+from l2_rdma.transports.cuda.provider import CudaAnswer, CudaOffer, CudaProposal
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.poll import PollLoop
 from l2_rdma.transports.port import (
@@ -77,11 +77,11 @@ class CudaTransport:
         self._loop = PollLoop(self._poll, clock)
 
     def register(self, buffer: memoryview) -> CudaRegistration:
+        self._require_open()
         return CudaRegistration(self._locked, buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> CudaChannel:
-        if self._closed:
-            raise ValueError("the transport is closed")
+        self._require_open()
         try:
             offered = msgspec.msgpack.decode(offer, type=CudaOffer)
             if offered.host != host_id():
@@ -96,9 +96,15 @@ class CudaTransport:
         if region.header != header:
             region.close()
             raise Unavailable(f"{where.path} is of another life of the pool")
-        channel = CudaChannel(region, self._locked, self._clock)
+        try:
+            channel = CudaChannel(region, self._locked, self._clock)
+        except BaseException:
+            region.close()
+            raise
         with self._lock:
-            self._channels = [each for each in self._channels if not each.closed] + [channel]
+            if self._closed:
+                channel.close()
+            self._channels = [each for each in [*self._channels, channel] if not each.closed]
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
@@ -111,6 +117,10 @@ class CudaTransport:
         for channel in channels:
             channel.close()
         self._locked.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the transport is closed")
 
     def _drain(self) -> None:
         for channel in self._open_channels():

@@ -17,8 +17,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from kvcomm.errors import ConfigError, Refused, Unavailable
-
-HANDLE_BYTES = 64
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES
 
 
 class HostGpu:

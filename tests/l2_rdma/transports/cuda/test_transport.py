@@ -374,6 +374,33 @@ def test_who_cannot_or_may_not_map_it_is_told_so(make_pool, what, monkeypatch):
         provider.open(1, TENANT, b"\xc1")
 
 
+def test_who_is_closed_or_fails_while_connecting_leaves_nothing_mapped(make_pool, gpu, monkeypatch):
+    if not isinstance(gpu, HostGpu):
+        pytest.skip("CUDA maps a process's own memory without counting")
+    pool = make_pool()
+    provider = CudaProvider(pool.region)
+    mapped = dict(gpu._maps)
+
+    def connect(while_asked):
+        mine = CudaTransport(gpu)
+
+        def ask(proposal):
+            while_asked(mine)
+            return provider.open(1, TENANT, proposal)
+
+        return mine.connect(provider.offer(), pool.region.header, ask, soon())
+
+    def fail():
+        raise Unavailable("no stream")
+
+    assert isinstance(connect(lambda mine: mine.close()).broken, Unavailable)
+    monkeypatch.setattr(gpu, "stream", fail)
+    with pytest.raises(Unavailable, match="no stream"):
+        connect(lambda mine: None)
+
+    assert gpu._maps == mapped
+
+
 def test_a_handle_that_is_none_is_the_pools_fault(make_pool):
     pool = make_pool()
     provider = CudaProvider(pool.region)
