@@ -194,10 +194,10 @@ class Member:
         """The connection, the pins and the threads are the parent's."""
         if self._process == os.getpid():
             return
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._attachment = self._attempt = None
         self._health = self._puts = Health()
+        self._process = os.getpid()  # last: from now on other threads take the lock, which must be ours
 
 
 class Attempt:

@@ -171,7 +171,7 @@ class L2Tier:
         return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
-        self._reset_after_fork()
+        self._follow()  # pools that nobody has asked for anything yet are pools, too
         members = [member for _, member in sorted(self._members.items())]
         attachments = [each for each in (member.current(start=False)[0] for member in members) if each]
         mapped = [each for each in attachments if isinstance(each, Mapped)]
@@ -266,8 +266,9 @@ class L2Tier:
     def _reset_after_fork(self) -> None:
         """A thread that the child does not have may hold a lock."""
         if self._process != os.getpid():
-            self._process, self._lock = os.getpid(), threading.Lock()
+            self._lock = threading.Lock()
             self._ledger.reset_after_fork()
+            self._process = os.getpid()  # last: from now on other threads take the locks
 
     # -- reading ---------------------------------------------------------------------------------------------
 

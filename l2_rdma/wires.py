@@ -87,9 +87,9 @@ class Wires:
         """Queue pairs and sockets are the parent's."""
         if self._process == os.getpid():
             return
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._found, self._user_count = None, 0
+        self._process = os.getpid()  # last: from now on other threads take the lock, which must be ours
 
     def _end(self) -> None:
         with self._lock:

@@ -59,6 +59,16 @@ def agent_of(
     return agent
 
 
+def test_pools_are_known_before_anything_is_asked_of_them() -> None:
+    agent = RackAgent([Pool("pool-0", dead_address()), Pool("pool-1", dead_address())], ["tcp"])
+    with contextlib.closing(agent):
+        views = agent.tier.stats().pools
+    assert [(view.node, view.state, view.transport, view.problem) for view in views] == [
+        ("pool-0", "alive", "", ""),
+        ("pool-1", "alive", "", ""),
+    ]
+
+
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
