@@ -331,7 +331,7 @@ class L2Tier:
             return []
         wants = [Want(copies[index].key, copies[index].copy_bytes) for index in indices]
         reply = yield from self._ask(address, BlockReserve(wants))
-        if not isinstance(reply, BlockReserved):
+        if not isinstance(reply, BlockReserved) or len(reply.grants) != len(indices):
             statuses.update(dict.fromkeys(indices, put_failed(reply)))
             return []
         written: list[tuple[int, int]] = []  # index, token
@@ -379,11 +379,11 @@ class L2Tier:
         for index in indices:
             payload += [copies[index].header.pack(), copies[index].payload.cast("B")]
         reply = yield from self._ask(address, BlockPut(0, wants), payload)
-        for place, index in enumerate(indices):
-            if isinstance(reply, BlockStored):
-                statuses[index] = cast("PutStatus", reply.statuses[place])
-            else:
-                statuses[index] = put_failed(reply)
+        if isinstance(reply, BlockStored) and len(reply.statuses) == len(indices):
+            told = [cast("PutStatus", status) for status in reply.statuses]
+        else:
+            told = [put_failed(reply)] * len(indices)
+        statuses |= dict(zip(indices, told, strict=True))
 
     def _ask(self, address: str, message: Message, payload: Sequence[Buffer] = ()) -> Steps[Message]:
         answers: list[Answer] = yield from ask_all(
