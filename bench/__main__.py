@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.cases import CASES
-from bench.document import DOCUMENT, rendered, written_into
+from bench.document import BEGIN, DOCUMENT, begin, rendered, written_into
 from bench.host import Host, wait_for_quiet
 from bench.report import Report, from_json, to_json
 from bench.scale import FULL, SMOKE
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_bytes(to_json(reports))
     if options.write_docs:
-        DOCUMENT.write_text(written_into(DOCUMENT.read_text(), text))
+        marker = begin(f"bench --section {options.section}") if options.section else BEGIN
+        DOCUMENT.write_text(written_into(DOCUMENT.read_text(), text, marker))
     return int(any(report.broken for report in reports))
 
 
@@ -55,6 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run at all?")
     parser.add_argument("--json", metavar="FILE", help="also write the reports there")
     parser.add_argument("--write-docs", action="store_true", help=f"put the tables into {DOCUMENT.name}")
+    parser.add_argument("--section", metavar="NAME", help="which part of it, instead of the one of all cases")
     parser.add_argument(
         "--patience",
         type=float,

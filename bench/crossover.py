@@ -192,27 +192,36 @@ def rendered(found: Crossover) -> str:
     """As Markdown."""
     picture = f"![By reference over inline, by size](plots/{PICTURE_FILE})"
     parts = [f"### By reference or inline: {found.machine}", found.described, picture]
-    for curve in found.curves:
-        at = curve.crossover_bytes()
-        crossing = "inline is faster at every size" if at is None else f"by reference from {size_name(at)} on"
-        lines = [
-            f"{curve.verb} over {curve.transport}: {crossing}",
-            "",
-            "| size | by reference, µs | inline, µs | reference over inline |",
-            "| ---: | ---: | ---: | ---: |",
-        ]
-        lines += [
-            f"| {size_name(pair.size_bytes)} | {number(pair.reference_us.median)} "
-            f"| {number(pair.inline_us.median)} | {number(pair.ratio.median)} "
-            f"({number(pair.ratio.p10)} – {number(pair.ratio.p90)}) |"
-            for pair in curve.pairs
-        ]
-        parts.append("\n".join(lines))
+    for transport in dict.fromkeys(curve.transport for curve in found.curves):
+        curves = [curve for curve in found.curves if curve.transport == transport]
+        parts += [_table(transport, curves), "\n".join(_crossing(curve) for curve in curves)]
     best = found.recommended_bytes()
     if best is not None:
         parts.append(f"Recommended `network.zero_copy_threshold`: {size_name(best)}.")
     parts += [f"Not run: {what} ({reason})." for what, reason in found.skipped.items()]
     return "\n\n".join(parts)
+
+
+def _table(transport: str, curves: Sequence[Curve]) -> str:
+    """A row a size: microseconds by reference and inline, and the ratio."""
+    lines = [
+        f"| over {transport}, µs | " + " | ".join(curve.verb for curve in curves) + " |",
+        "| ---: |" + " ---: |" * len(curves),
+    ]
+    for row in zip(*(curve.pairs for curve in curves), strict=True):
+        cells = [
+            f"{number(pair.reference_us.median)} / {number(pair.inline_us.median)} "
+            f"({number(pair.ratio.median)})"
+            for pair in row
+        ]
+        lines.append(f"| {size_name(row[0].size_bytes)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _crossing(curve: Curve) -> str:
+    at = curve.crossover_bytes()
+    crossing = "inline is faster at every size" if at is None else f"by reference from {size_name(at)} on"
+    return f"* {curve.verb} over {curve.transport}: {crossing}"
 
 
 class _Agent:

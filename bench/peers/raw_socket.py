@@ -30,6 +30,9 @@ NAMES: dict[Family, str] = {"tcp": RAW_SOCKET, "unix": RAW_UNIX}
 STREAM = "{name}, stream"
 TIMEOUT_S = 30.0
 JOINED_BYTES_MAX = 64 << 10
+SEND_BUFFER_BYTES = 512 << 10
+"""Of TCP: on one host faster than what the kernel grows to, for the bytes are still in the processor's cache
+when they are received."""
 _ASK = struct.Struct("<QQ")
 
 
@@ -62,7 +65,7 @@ class RawSocket:
             connection.sendall(question)
             have = 0
             while have < wanted:
-                received = connection.recv_into(view[have:])
+                received = connection.recv_into(view[have:], 0, socket.MSG_WAITALL)
                 if not received:
                     raise ConnectionError("the raw socket's server is gone")
                 have += received
@@ -84,6 +87,7 @@ def raw_socket(working_set: int, size_bytes: int, family: Family = "tcp") -> Ite
         with server, server.stdin:  # closing it ends the server, leaving ``server`` waits for that
             port = int(server.stdout.readline())
             with _connected(family, path, port) as connection:
+                _block(connection)
                 yield RawSocket(NAMES[family], connection, size_bytes)
 
 
@@ -98,6 +102,14 @@ def _connected(family: Family, path: str, port: int) -> socket.socket:
     return connection
 
 
+def _block(connection: socket.socket) -> None:
+    """In the kernel, for so long: Python's own time limit would make it poll before every call."""
+    connection.settimeout(None)
+    limit = struct.pack("@ll", int(TIMEOUT_S), 0)
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, direction, limit)
+
+
 def _serve(where: str, working_set: int, size_bytes: int) -> None:
     answers = cycle([memoryview(buffer) for buffer in Buffers(working_set, size_bytes, seed=3).all])
     with _listener(where) as listener:
@@ -105,6 +117,7 @@ def _serve(where: str, working_set: int, size_bytes: int) -> None:
         connection, _ = listener.accept()
     if where == "tcp":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     while asked := connection.recv(_ASK.size, socket.MSG_WAITALL):
         count, piece_bytes = _ASK.unpack(asked)
         pieces = [next(answers)[:piece_bytes] for _ in range(count)]

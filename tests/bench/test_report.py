@@ -74,7 +74,7 @@ def test_a_document_without_its_markers_is_refused(text: str):
         written_into(text, "new")
 
 
-@pytest.mark.parametrize("module", ["bench", "bench.curves", "bench.crossover"])
+@pytest.mark.parametrize("module", ["bench", "bench --section transports", "bench.curves", "bench.crossover"])
 def test_our_document_has_its_markers(module: str):
     assert written_into(DOCUMENT.read_text(), "new", begin(module))
 
