@@ -31,7 +31,9 @@ class PollLoop:
     def __init__(self, poll: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._poll = poll
         self._clock = clock
-        self._changed = threading.Condition()
+        # Entered by itself: a signal that comes while a condition enters it would keep it for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._leader = _NOBODY  # a thread's number
         self._follower_count = 0
 
@@ -54,26 +56,26 @@ class PollLoop:
             while not operation.done:
                 self._poll(max(0.0, operation.deadline - self._clock()))
                 if self._follower_count:
-                    with self._changed:
+                    with self._lock:
                         self._changed.notify_all()
         finally:
             self._give_up()
 
     def _lead(self, me: int) -> bool:
-        with self._changed:
+        with self._lock:
             if self._leader != _NOBODY:
                 return False
             self._leader = me
             return True
 
     def _give_up(self) -> None:
-        with self._changed:
+        with self._lock:
             self._leader = _NOBODY
             self._changed.notify_all()
 
     def _follow(self, operation: Operation) -> None:
         """Sleep until the leader has polled, or has given up the lead.  It ends what is overdue, ours too."""
-        with self._changed:
+        with self._lock:
             self._follower_count += 1  # before we look: a leader that sees nobody follow tells nobody
             try:
                 if self._leader != _NOBODY and not operation.done:

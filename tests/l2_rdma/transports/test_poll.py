@@ -192,6 +192,23 @@ def test_who_is_interrupted_when_it_takes_the_lead_does_not_keep_it(monkeypatch)
     Waiting(loop, operation).done()
 
 
+def test_who_is_interrupted_keeps_no_lock(monkeypatch):
+    """A condition that is entered itself runs Python code that a signal can end, with its lock held."""
+    wire = Wire()
+    operation = wire.post()
+    loop = PollLoop(wire.poll)
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition):
+        enter(condition)
+        assert condition is not loop._changed
+        return True
+
+    monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
+    wire.finish(operation)
+    loop.wait([operation])
+
+
 def test_a_follower_without_a_deadline_follows():
     wire = Wire()
     loop = PollLoop(wire.poll)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvcomm.block import Incarnation
-from kvcomm.errors import Corrupt, Refused, Unavailable
+from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from l2_rdma.layout import plan_layout
 from l2_rdma.transports.port import Extent, Operation
 from l2_rdma.transports.tcp import stream as stream_module
@@ -230,6 +230,24 @@ def test_who_is_interrupted_while_it_ends_the_overdue_is_not_the_last_to_do_so(
     monkeypatch.undo()
     pool.transport._poll(0.0)
     assert isinstance(late.error, Unavailable)
+
+
+def test_who_is_interrupted_while_it_breaks_a_channel_is_not_the_last_to_do_so(
+    pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = pool.connect()
+    under_way = channel.fetch_add(SLOTS, 1, soon())
+
+    def interrupted(error: KVCommError) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(channel.streams[0], "fail", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        channel.close()
+    monkeypatch.undo()
+    channel.close()
+    assert isinstance(under_way.error, Unavailable)
+    assert channel.streams[0].socket.fileno() == -1
 
 
 def test_a_pool_that_owes_too_much_is_given_up(pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> None:
