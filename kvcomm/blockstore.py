@@ -110,7 +110,8 @@ class BlockStore(Protocol):
 
     def expose(self, holder: int) -> None:
         """From now on this holder writes through one-sided channels, which nobody here sees: what it has
-        reserved and will reserve is like an :meth:`extent`, until it is :meth:`fenced`."""
+        reserved and will reserve is like an :meth:`extent`, until it is :meth:`fenced`.  A reservation that
+        ran out before is nothing to be written to: clients reserve when they have their channel."""
         ...
 
     def late_writers(self) -> list[int]:

@@ -111,7 +111,11 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    """One GPU.  Thread-safe.  Every method raises ``Unavailable`` if the GPU fails."""
+    """One GPU.  Thread-safe.  Every method raises ``Unavailable`` if the GPU fails.
+
+    CUDA keeps a current GPU for each thread, and methods may leave this one there: a process that computes on
+    several names its own before it goes on.
+    """
 
     uuid: bytes
     """16 bytes, equal in all processes."""

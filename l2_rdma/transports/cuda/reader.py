@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -348,13 +349,16 @@ class CudaReader:
             while not over():
                 now = clock()
                 if now >= deadline:
-                    self._stream.wait()
                     raise Unavailable("the copies were not over in time")
                 if now - begun > _SPIN_S:
                     if marker is None:
                         marker = self._stream.mark()
                         over = marker.done
                     time.sleep(_NAP_S)
+        except BaseException:  # an interrupt, too: the buffers are the caller's again, and the pins go
+            with suppress(Unavailable):  # then the GPU itself failed, and its copies with it
+                self._stream.wait()
+            raise
         finally:
             if marker is not None:
                 marker.release()

@@ -91,7 +91,7 @@ def test_blocks_travel_from_one_process_to_another(process, directory, name, poo
     pool = process("pool", directory, pool_gpu, "usual")
     ready = said(pool)
     writer = process("write", ready["address"], name, directory)
-    reader = process("read", ready["address"], name, directory, 3000, 20, "pin")
+    reader = process("read", ready["address"], name, directory, 3000, 60, "pin")
     assert said(reader) == {"ready": True}
     counts = ended(reader)
     stored = ended(writer, "stop")["stored"]
@@ -123,7 +123,7 @@ def test_the_test_sees_wrong_bytes_when_nothing_is_verified(process, directory):
     pool = process("pool", directory, "host", "small")
     address = said(pool)["address"]
     writer = process("write", address, "host", directory)
-    counts = ended(process("read", address, "host", directory, 1_000_000, 20, "trust"))
+    counts = ended(process("read", address, "host", directory, 1_000_000, 60, "trust"))
     ended(writer, "stop")
 
     assert counts["wrong"] > 0
