@@ -238,6 +238,36 @@ def test_setup_refuses_another_kind_of_guest(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def offline(tmp_path: Path) -> dict[str, str]:
+    """An environment whose `apt-get` reaches nothing."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "apt-get").write_text('#!/bin/sh\necho "E: no network" >&2\nexit 100\n')
+    (tools / "apt-get").chmod(0o755)
+    return {"PATH": f"{tools}:{os.environ['PATH']}", "KVCOMM_SOFTROCE_CACHE": str(tmp_path / "cache")}
+
+
+def test_without_packages_there_is_no_guest(offline: dict[str, str]) -> None:
+    """And the last line says so, for the report of skipped tests."""
+    done = _call("setup", **offline)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        *["E: no network"] * 3,
+        "setup: apt-get cannot download the verbs packages of Debian 12",
+    ]
+
+
+def test_without_sources_there_is_no_kernel(offline: dict[str, str], tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"  # beside which is no ready kernel
+    shutil.copytree(SOFTROCE, checkout / "deploy/softroce")
+    (tmp_path / "cache").mkdir()
+    done = _call(str(checkout / "deploy/softroce/uml/setup"), **offline)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(("uml/setup: apt-get cannot ", "uml/setup: to compile "))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_a_ready_kernel_that_is_missing_is_not_replaced_by_a_compilation(tmp_path: Path) -> None:
     done = _call(
         "uml/setup", KVCOMM_SOFTROCE_CACHE=str(tmp_path), KVCOMM_SOFTROCE_KERNEL=str(tmp_path / "linux.xz")
