@@ -71,8 +71,12 @@ class Lease(Protocol):
     """A copy that cannot be evicted until it is released."""
 
     @property
+    def copy_bytes(self) -> int: ...
+
+    @property
     def copy(self) -> memoryview:
-        """``header | payload``, exactly."""
+        """``header | payload``, exactly; asked for before it is released.  It may have to be fetched from
+        other memory, into some of this process: whoever leases many looks at their bytes first."""
         ...
 
     def release(self) -> None:

@@ -24,7 +24,9 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
 
 def address_of(view: memoryview, *, writable: bool = False) -> int:
     """Of the first byte; valid while ``view`` lives.  Read-only memory too, unless it must be ``writable``
-    (``ctypes``' own ``from_buffer`` refuses that)."""
+    (``ctypes``' own ``from_buffer``, five times as fast, refuses that)."""
+    if view.nbytes and not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     buffer = _PyBuffer()
     _get_buffer(view, ctypes.byref(buffer), _WRITABLE if writable else _SIMPLE)
     address = buffer.buf

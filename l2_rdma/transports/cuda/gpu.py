@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+HANDLE_BYTES = 64
+"""Of what :meth:`Gpu.export` makes."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:

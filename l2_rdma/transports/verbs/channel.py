@@ -185,7 +185,11 @@ class VerbsChannel:
 
     def close(self) -> None:
         with self._hub.lock:
-            self.break_for(Unavailable("the channel is closed"))
+            self.close_locked()
+
+    def close_locked(self) -> None:
+        """:meth:`close`, with the hub's lock held."""
+        self.break_for(Unavailable("the channel is closed"))
 
     def completed(self, ticket: int, status: int) -> None:
         failed = status != self._binding.constants.IBV_WC_SUCCESS
@@ -354,9 +358,10 @@ class VerbsChannel:
         self._hub.places -= len(batch)
         lent: list[tuple[Local, Any]] = []
         following: Any = None
+        final = len(batch) - 1
         try:
-            for index in reversed(range(len(batch))):
-                last = index == len(batch) - 1
+            for index in range(final, -1, -1):
+                last = index == final
                 following = self._work_request(batch[index], last, following, lent)
                 following.wr_id = self._number << TICKET_BITS | (first_ticket + index)
                 signaled = last or index % SIGNAL_EVERY == SIGNAL_EVERY - 1

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvcomm.errors import KVCommError, Unavailable
+from l2_rdma.transports.verbs.baton import Baton
 from l2_rdma.transports.verbs.binding import event_channel, explain
 from l2_rdma.transports.verbs.bounce import Arena
 from l2_rdma.transports.verbs.device import Device, in_child, no_device_error
@@ -82,7 +83,7 @@ class Hub:
     def __init__(self, device: Device, clock: Callable[[], float] = time.monotonic) -> None:
         self.device = device
         self.clock = clock
-        self.lock: Any = threading.RLock()
+        self.lock: Any = Baton()
         self.arena = Arena()
         self.memory = MemoryTable(self.lock)
         self.requests = WorkRequests(device.binding)
@@ -117,26 +118,23 @@ class Hub:
         self._listeners.pop(number, None)
 
     def turn(self) -> bool:
-        """Take what has completed, end what is overdue, post what waits; whether an operation ended."""
-        with self.lock:
-            if self.closed:
-                return False
-            before = self._ended_count
-            self._take()
-            now = self.clock()
-            for listener in list(self._listeners.values()):
-                if now >= listener.earliest_deadline:
-                    listener.expire(now)
-            return self._ended_count != before
+        """Take what has completed, end what is overdue, post what waits; whether an operation ended.  With
+        the lock held."""
+        if self.closed:
+            return False
+        before = self._ended_count
+        self.take()
+        now = self.clock()
+        for listener in list(self._listeners.values()):
+            if now >= listener.earliest_deadline:
+                listener.expire(now)
+        return self._ended_count != before
 
     def take(self) -> None:
         """Take what has completed and post what waits; not a look at the clock, which is a system call in
-        some guests."""
-        with self.lock:
-            if not self.closed:
-                self._take()
-
-    def _take(self) -> None:
+        some guests.  With the lock held."""
+        if self.closed:
+            return
         for ticket, status in self._reap():
             listener = self._listeners.get(ticket >> TICKET_BITS)
             if listener is not None:
@@ -168,11 +166,15 @@ class Hub:
     def poll(self, timeout_s: float) -> None:
         """``PollLoop``'s: by one thread at a time."""
         spin_until = self.clock() + min(SPIN_S, timeout_s)
-        while not self.turn():
+        while not self._locked_turn():
             if self.clock() >= spin_until:
                 self._sleep(timeout_s)
                 return
         self._seen_count = self._ended_count
+
+    def _locked_turn(self) -> bool:
+        with self.lock:
+            return self.turn()
 
     def ended(self) -> None:
         """An operation has ended: whoever sleeps looks again.  With the lock held."""
@@ -187,23 +189,23 @@ class Hub:
         return self._arena_view[offset : offset + length]
 
     def close(self) -> None:
-        """Its channels must be closed before.  Idempotent."""
-        with self.lock:
-            if self.closed:
-                return
-            self.memory.close_all()
-            self.requests.close()
-            self.closed = True
-            for part in reversed(self._parts):
-                part.close()
-            self.device.close()
-            if self._sleeper is not None:
-                os.eventfd_write(self._wake, 1)
+        """Its channels must be closed before.  With the lock held; idempotent."""
+        if self.closed:
+            return
+        self.memory.close_all()
+        self.requests.close()
+        self.closed = True
+        for part in reversed(self._parts):
+            part.close()
+        self.device.close()
+        if self._sleeper is not None:
+            os.eventfd_write(self._wake, 1)
 
     def abandon(self) -> None:
         """In a forked child: the device is the parent's, and nothing may be done to it from here."""
         self.closed = True
-        self.memory.abandon()
+        self.lock = Baton()  # a thread that is not here may have the parent's
+        self.memory.abandon(self.lock)
 
     def _make(self) -> None:
         binding, context = self.device.binding, self.device.context
@@ -255,7 +257,7 @@ class Hub:
                 self.queue.req_notify()
                 self._armed = True
         try:
-            if not self.turn():
+            if not self._locked_turn():
                 self._await_event(timeout_s)
         finally:
             with self.lock:

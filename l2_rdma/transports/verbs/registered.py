@@ -46,11 +46,15 @@ class RegisteredMemory:
     def close(self) -> None:
         """New operations go through a copy; those under way end first.  Idempotent."""
         with self._table.lock:
-            if not self._closed and not self._table.abandoned:
-                self._closed = True
-                self._table.forget(self)
-                if not self._use_count:
-                    self._deregister()
+            self.close_locked()
+
+    def close_locked(self) -> None:
+        """:meth:`close`, with the table's lock held."""
+        if not self._closed and not self._table.abandoned:
+            self._closed = True
+            self._table.forget(self)
+            if not self._use_count:
+                self._deregister()
 
     def _deregister(self) -> None:
         self._region.close()
@@ -61,7 +65,7 @@ class MemoryTable:
     """Registrations by address.  Few of them, so overlapping ones are looked at one by one.
 
     Args:
-        lock: of the transport; reentrant.
+        lock: of the transport.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -73,14 +77,17 @@ class MemoryTable:
         self._all: dict[RegisteredMemory, tuple[int, int]] = {}
 
     def add(self, memory: RegisteredMemory, *, by_address: bool = True) -> None:
-        """Args: by_address: whether :meth:`find` may find it (device memory has no address of ours)."""
-        with self.lock:
-            self._number += 1
-            start = (memory.address, self._number)
-            self._all[memory] = start
-            if by_address:
-                self._by_start[start] = memory
-                insort(self._starts, start)
+        """With the lock held.
+
+        Args:
+            by_address: whether :meth:`find` may find it (device memory has no address of ours).
+        """
+        self._number += 1
+        start = (memory.address, self._number)
+        self._all[memory] = start
+        if by_address:
+            self._by_start[start] = memory
+            insort(self._starts, start)
 
     def find(self, address: int, length: int, *, writable: bool) -> RegisteredMemory | None:
         """What covers all of it, and may be written to if need be; with the lock held."""
@@ -95,8 +102,9 @@ class MemoryTable:
         if self._by_start.pop(start, None) is not None:
             self._starts.remove(start)
 
-    def abandon(self) -> None:
+    def abandon(self, lock: Any) -> None:
         """In a forked child: the registrations are the parent's, and stay."""
+        self.lock = lock
         self._all.clear()
         self._by_start.clear()
         self._starts.clear()
@@ -107,8 +115,9 @@ class MemoryTable:
         return self._abandoned
 
     def close_all(self) -> None:
+        """With the lock held."""
         for memory in list(self._all):
-            memory.close()
+            memory.close_locked()
 
     @property
     def empty(self) -> bool:

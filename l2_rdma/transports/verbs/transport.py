@@ -118,15 +118,17 @@ class VerbsTransport:
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
-        if self._hub.closed and not all(operation.done for operation in operations):
-            raise ValueError("the transport is closed")
-        if not all(operation.done for operation in operations):
-            self._loop.wait(operations)
+        for operation in operations:
+            if not operation.done:
+                if self._hub.closed:
+                    raise ValueError("the transport is closed")
+                self._loop.wait(operations)
+                return
 
     def close(self) -> None:
         with self._hub.lock:
             for channel in self._channels:
-                channel.close()
+                channel.close_locked()
             self._hub.close()
 
     def _try(self, channel: VerbsChannel, there: VerbsOffer, header: RegionHeader, deadline: float) -> None:

@@ -114,6 +114,17 @@ def test_a_buffer_of_another_length_is_refused_before_anything_is_copied(make_po
     assert download(gpu, buffer) == b"\xaa" * PAYLOAD_BYTES
 
 
+def test_a_fetch_ends_although_other_threads_keep_the_stream_busy(make_pool, gpu, buffer, monkeypatch):
+    pool = make_pool()
+    pool.put(1)
+    monkeypatch.setattr(pool.reader._stream, "idle", lambda: False)
+
+    [header] = pool.reader.fetch([key_of(1)], [buffer], soon())
+
+    assert header.key == key_of(1)
+    assert download(gpu, buffer) == payload_of(1)
+
+
 def test_an_entry_that_leads_out_of_the_slots_is_not_followed(make_pool):
     pool = make_pool()
     pool.put(1)

@@ -1,6 +1,7 @@
 """Requests, completions and deadlines of one channel, on a wire that can be held."""
 
 import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -440,6 +441,21 @@ def test_a_forked_child_touches_nothing(net, channel):
     assert after == before
     shared.closed, channel._broken = False, None  # the parent again
     registration._region.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_waits_for_no_thread_that_stayed_with_the_parent(net, channel):
+    registration = net.transport.register(memoryview(bytearray(64)))
+    with net.transport._hub.lock:  # as another thread may have it, whose copy would never give it back
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE_S))  # it would wait for ever
+            registration.close()
+            channel.close()
+            net.transport.close()
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    registration.close()
 
 
 def test_misuse_raises(net, channel):

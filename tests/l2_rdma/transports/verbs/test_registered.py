@@ -65,7 +65,7 @@ def test_closing_all():
 def test_an_abandoned_table_leaves_registrations_to_the_parent():
     table = MemoryTable(threading.RLock())
     memory, closed = registered(table, 0, 10)
-    table.abandon()
+    table.abandon(threading.RLock())
     memory.close()
     table.close_all()
     assert closed == []
