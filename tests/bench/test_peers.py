@@ -26,9 +26,9 @@ def test_memcpy_goes_round_its_working_set():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["tcp", "unix"])
-def test_the_raw_socket_answers(family: Family):
-    with raw_socket(2, 1 << 20, family) as raw:
+@pytest.mark.parametrize(("family", "blocking"), [("tcp", False), ("tcp", True), ("unix", False)])
+def test_the_raw_socket_answers(family: Family, blocking: bool):
+    with raw_socket(2, 1 << 20, family, blocking=blocking) as raw:
         assert len(raw.one.times(5)) == 5
         assert len(raw.stream(3).times(5)) == 5
         assert raw.stream(3).name != raw.one.name
