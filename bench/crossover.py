@@ -210,8 +210,8 @@ def _table(transport: str, curves: Sequence[Curve]) -> str:
     ]
     for row in zip(*(curve.pairs for curve in curves), strict=True):
         cells = [
-            f"{number(pair.reference_us.median)} : {number(pair.inline_us.median)} "
-            f"= {number(pair.ratio.median)}"
+            f"{number(pair.reference_us.median)} / {number(pair.inline_us.median)} "
+            f"({number(pair.ratio.median)})"
             for pair in row
         ]
         lines.append(f"| {size_name(row[0].size_bytes)} | " + " | ".join(cells) + " |")

@@ -96,7 +96,7 @@ def measure(sources: Sequence[Source], section: Section, scale: Scale, sizes: Se
         ways = [_in_a_row(way) for source in sources for way in source.ways(size_bytes, items)]
         operations = [operation for way in ways for operation in (way.one, way.run) if operation is not None]
         rounds = interleave(
-            operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=min(3, scale.working_set)
+            operations, rounds=scale.rounds, turn_s=scale.turn_s, warm_calls=scale.working_set
         )
         section.points += [_point(way, size_bytes, rounds) for way in ways]
 

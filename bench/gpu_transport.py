@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from l2_rdma.transports.cuda.attached import AttachedPool
 from l2_rdma.transports.cuda.gpu import DeviceBuffer
 from l2_rdma.transports.cuda.runtime import CudaGpu, dma_buf_support, open_gpu
 from l2_rdma.transports.cuda.transport import CudaTransport
-from l2_rdma.transports.port import Extent
+from l2_rdma.transports.port import Extent, Operation
 
 MIB = 1 << 20
 SIZES_MIB = (1, 2, 8, 64, 256)
@@ -66,6 +66,15 @@ def main() -> None:
     if chosen.markdown:
         chosen.markdown.write_text(text)
     print(text)
+    if not all_correct(results):
+        raise SystemExit("somewhere the bytes were wrong: see `correct` in the JSON")
+
+
+def all_correct(results: Any) -> bool:
+    """Whether no part of them says that its bytes were wrong."""
+    if isinstance(results, dict):
+        return bool(results.get("correct", True)) and all(map(all_correct, results.values()))
+    return not isinstance(results, list) or all(map(all_correct, results))
 
 
 async def serve(directory: Path, ordinal: int) -> None:
@@ -180,10 +189,10 @@ def fetching(
         stream.wait()
 
     def channel(some: int) -> None:
-        transport.wait(pool.channel.read(extents[:some], targets[:some], _soon()))
+        finish(transport, pool.channel.read(extents[:some], targets[:some], _soon()))
 
     def fetch(some: int) -> None:
-        pool.fetch(keys[:some], targets[:some], _soon())
+        assert all(pool.fetch(keys[:some], targets[:some], _soon())), "every block is there"
 
     row: dict[str, Any] = {"size_mib": size_mib, "count": count, "correct": correct}
     row["first_fetch_verified_gbps"] = count * size / first_s / 1e9
@@ -204,6 +213,14 @@ def fetching(
     for target in targets:
         gpu.free(target.pointer)
     return row
+
+
+def finish(transport: CudaTransport, operations: Sequence[Operation]) -> None:
+    """What has failed took no time; it is no figure."""
+    transport.wait(operations)
+    for operation in operations:
+        if operation.error is not None:
+            raise operation.error
 
 
 def reach(gpu: CudaGpu, other: int) -> None:
@@ -240,15 +257,16 @@ def to_host(
         stream.wait()
 
     def read(some: int) -> None:
-        transport.wait(pool.channel.read(extents[:some], parts[:some], _soon()))
+        finish(transport, pool.channel.read(extents[:some], parts[:some], _soon()))
 
     def write(some: int) -> None:
         soon = _soon()
-        transport.wait(
+        finish(
+            transport,
             [
                 pool.channel.write(extent, part, soon)
                 for extent, part in zip(extents[:some], parts, strict=False)
-            ]
+            ],
         )
 
     row: dict[str, Any] = {"size_mib": size_mib, "count": count, "pinned": registration.pinned}
@@ -414,7 +432,7 @@ def fused(
         torch.cuda.synchronize()
 
     def by_buffer() -> None:
-        pool.fetch(keys, buffers, _soon())
+        assert all(pool.fetch(keys, buffers, _soon())), "every block is there"
         kernels.scatter(layout, pages[:count], payloads[:count])
         torch.cuda.synchronize()
 
@@ -455,7 +473,7 @@ def overlap(gpu: CudaGpu, pool: AttachedPool, rounds: int) -> dict[str, float]:
         torch.cuda.synchronize()
 
     def fetched() -> None:
-        pool.fetch(keys, targets, _soon())
+        assert all(pool.fetch(keys, targets, _soon())), "every block is there"
 
     def both() -> None:
         compute()
@@ -526,13 +544,16 @@ def download(gpu: CudaGpu, buffer: DeviceBuffer) -> bytes:
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, called in turns; once before, for what is made on first use."""
+    """Median seconds of each, called in turns, another one first each time; twice before, for what is made on
+    first use."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
         call()
-    for _ in range(rounds):
-        for name, call in calls.items():
+    turns = list(calls.items())
+    for index in range(rounds):
+        first = index % len(turns)
+        for name, call in turns[first:] + turns[:first]:
             begun = time.perf_counter()
             call()
             taken[name].append(time.perf_counter() - begun)

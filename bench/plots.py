@@ -51,8 +51,8 @@ COLOURS = {
 }
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 TICKS_MAX = 5
-NARROW = 300
-"""Values that lie in a narrower range get two lines more a decade."""
+NARROW, NARROWER = 300, 10
+"""Values that lie in a narrower range get more lines a decade."""
 LABEL_GAP_POINTS = 12.5
 """Between the base lines of two curves' names."""
 WIDTH_INCHES, HEIGHT_INCHES = 7.6, 4.4
@@ -98,8 +98,8 @@ def _plain(value: float) -> str:
     return f"{value:.10g}"
 
 
-LATENCY = Picture("Latency of one read", "lower is better", _time_name)
-BANDWIDTH = Picture("Bandwidth, several reads under way", "higher is better", _rate_name)
+LATENCY = Picture("Latency of one read", "by size; lower is better", _time_name)
+BANDWIDTH = Picture("Bandwidth, several reads under way", "by size; higher is better", _rate_name)
 CROSSOVER = Picture(
     "Time by reference, as a multiple of the time inline",
     "below 1 the reference is faster",
@@ -143,13 +143,12 @@ def _of_crossover(text: bytes) -> dict[str, str]:
 def crossings(found: crossover.Crossover) -> list[Line]:
     """Time by reference over time inline, of a block's life and its parts; the rest is in the tables."""
     names = {"life": "put, then get"}
-    transports = list(dict.fromkeys(curve.transport for curve in found.curves))
     return [
         Line(
             f"{names.get(curve.verb, curve.verb)}, {curve.transport}",
             [pair.size_bytes for pair in curve.pairs],
             [pair.ratio.median for pair in curve.pairs],
-            OTHERS[transports.index(curve.transport)],
+            COLOURS[f"{OURS}{curve.transport}"],
             bold=curve.verb == "life",
             dashed=curve.verb.startswith("get"),
         )
@@ -245,7 +244,8 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
     if picture.line_at is not None:
         axes.axhline(picture.line_at, color=INK, linewidth=0.9, alpha=0.7)
     if max(values) < NARROW * min(values):
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if max(values) < NARROWER * min(values) else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(lambda value, _: picture.unit(value))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())

@@ -23,7 +23,7 @@ from l2_rdma.transports.known import find_transports
 from l2_rdma.transports.port import WireOptions
 
 OURS = "KVCOMM "
-VIEW = f"{OURS}shm view"
+VIEW = f"{OURS}shm view, no copy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TypeVar
 from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.blockstore import ANY_TENANT, BlockStore, Depot, Lease
 from kvcomm.channels import Channels
-from kvcomm.errors import Refused, TooLarge
+from kvcomm.errors import KVCommError, Refused, TooLarge
 from kvcomm.machine import ConnectionId, Origin
 from kvcomm.serve import ReplyFunction
 from kvcomm.wire.frames import discard
@@ -291,16 +291,23 @@ def _send(
             if lease is not None:
                 lease.release()
 
-    found = [
-        recalled.get(key) if lease is None else lease.copy for key, lease in zip(keys, leases, strict=True)
-    ]
-    copies = [copy for copy in found if copy is not None]
-    if sum(copy.nbytes for copy in copies) > BATCH_BYTES_MAX:
+    found = [recalled.get(key) if lease is None else lease for key, lease in zip(keys, leases, strict=True)]
+    sizes = [_copy_bytes(each) for each in found]
+    try:
+        if sum(sizes) > BATCH_BYTES_MAX:
+            raise TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
+        copies = [each if isinstance(each, memoryview) else each.copy for each in found if each is not None]
+    except KVCommError as error:
         release()
-        error = TooLarge(f"these copies are over {BATCH_BYTES_MAX} bytes together; ask for fewer at a time")
         reply(Failure(error.code, error.message))
-    else:
-        reply(BlockCopies([0 if copy is None else copy.nbytes for copy in found]), copies, release)
+        return
+    reply(BlockCopies(sizes), copies, release)
+
+
+def _copy_bytes(found: Lease | memoryview | None) -> int:
+    if found is None:
+        return 0
+    return found.nbytes if isinstance(found, memoryview) else found.copy_bytes
 
 
 def _checked_count(items: list[T], count_max: int = KEYS_MAX) -> list[T]:

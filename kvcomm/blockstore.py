@@ -71,8 +71,12 @@ class Lease(Protocol):
     """A copy that cannot be evicted until it is released."""
 
     @property
+    def copy_bytes(self) -> int: ...
+
+    @property
     def copy(self) -> memoryview:
-        """``header | payload``, exactly."""
+        """``header | payload``, exactly; asked for before it is released.  It may have to be fetched from
+        other memory, into some of this process: whoever leases many looks at their bytes first."""
         ...
 
     def release(self) -> None:
@@ -106,7 +110,8 @@ class BlockStore(Protocol):
 
     def expose(self, holder: int) -> None:
         """From now on this holder writes through one-sided channels, which nobody here sees: what it has
-        reserved and will reserve is like an :meth:`extent`, until it is :meth:`fenced`."""
+        reserved and will reserve is like an :meth:`extent`, until it is :meth:`fenced`.  A reservation that
+        ran out before is nothing to be written to: clients reserve when they have their channel."""
         ...
 
     def late_writers(self) -> list[int]:

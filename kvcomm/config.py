@@ -13,6 +13,7 @@ Pure: reading files and finding out how much memory there is are ``kvcomm.settin
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -147,7 +148,13 @@ def _device(value: Any, _ram_bytes: int) -> int | None:
 def _host(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.:-]+", value):
         _unlike(value, "a host name or an address, without a port")
-    if value in ("0.0.0.0", "::"):
+    try:
+        everywhere = ipaddress.ip_address(value).is_unspecified
+    except ValueError:
+        if ":" in value:  # a port, then; a name has no colon
+            _unlike(value, "a host name or an address, without a port")
+        return value
+    if everywhere:
         raise ValueError(f"is {value!r}, but others are told this address: name one that they reach")
     return value
 

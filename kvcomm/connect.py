@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
@@ -38,7 +38,7 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps, ask_all
 from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
-from kvcomm.tier import PoolView
+from kvcomm.tier import PoolState, PoolView
 from kvcomm.wire.messages import Failure, RingGet, RingMap, RingNode
 
 if TYPE_CHECKING:
@@ -304,6 +304,10 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
                 counter("kvcomm_transport_reads_total", transport=used).advance_to(reads.hits)
                 counter("kvcomm_transport_bytes_total", transport=used).advance_to(reads.hit_bytes)
                 counter("kvcomm_transport_unavailable_total", transport=used).advance_to(reads.unavailable)
+            counter("kvcomm_pool_losses_total").advance_to(rack.lost_count)
+            for state in get_args(PoolState):
+                number = sum(pool.state == state for pool in rack.pools)
+                tally.metrics.gauge("kvcomm_pools", state=state).set(number)
             for (wanted, used), count in rack.fallbacks.items():
                 counter("kvcomm_transport_fallbacks_total", wanted=wanted, used=used).advance_to(count)
         if l3 is not None:

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
 from kvcomm.config import TRANSPORTS
-from kvcomm.tier import PutStatus, TierName
+from kvcomm.tier import PoolState, PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
 Scope = Literal["client", "pool", "shard"]
@@ -292,6 +292,16 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_transport_unavailable_total", "counter", _CLIENT,
         "Blocks that were not read because their pool was lost, or did not answer in time.",
         {"transport": TRANSPORTS},
+    ),
+    Definition(
+        "kvcomm_pools", "gauge", _CLIENT,
+        "Pools of the rack as this client sees them. `suspect`: has just ended, and is tried again. `away`: "
+        "cannot be reached; its keys have other homes meanwhile. `Client.pools()` names them.",
+        {"state": get_args(PoolState)},
+    ),
+    Definition(
+        "kvcomm_pool_losses_total", "counter", _CLIENT,
+        "Pools that ended, or stopped answering, while this client was attached to them.",
     ),
     Definition(
         "kvcomm_negative_hits_total", "counter", _CLIENT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -53,12 +54,15 @@ class _Slab:
 
 
 class Slabs:
-    """Hands out writable buffers.  Thread-safe; forgets its slabs in a forked child (they are shared only
-    copy-on-write,
-    but the parent's copies are not the child's to free)."""
+    """Hands out writable buffers.  Thread-safe.  A forked child keeps the copies that it has inherited, as
+    they were, and begins with new slabs: registrations are the parent's."""
 
     def __init__(self, idle_bytes_max: int = IDLE_BYTES_MAX) -> None:
         self._idle_bytes_max = idle_bytes_max
+        self._forget()
+        _all.add(self)
+
+    def _forget(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, _Slab] = {}
         """By slab size: where the next copy is carved from."""
@@ -178,7 +182,19 @@ def _slab_bytes(size: int) -> int:
 
 
 def _new_slab(slab_bytes: int) -> _Slab:
-    memory = mmap.mmap(-1, slab_bytes)
+    # Private: after a fork, what one process receives must not appear in the copies of the other.
+    memory = mmap.mmap(-1, slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _Slab(memory, slab_bytes)
+
+
+_all: weakref.WeakSet[Slabs] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for slabs in list(_all):
+        slabs._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

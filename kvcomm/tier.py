@@ -68,13 +68,16 @@ PutStatus = Literal[
 stored, and why."""
 
 
+PoolState = Literal["alive", "suspect", "away"]
+
+
 @dataclass(frozen=True, slots=True)
 class PoolView:
     """What a client knows of one pool of the rack."""
 
     node: str
     address: str
-    state: Literal["alive", "suspect", "away"]
+    state: PoolState
     """``alive``: it serves, or was never tried.  ``suspect``: it has just ended, and is tried again.
     ``away``: it cannot be reached; its keys have other homes meanwhile."""
     transport: str

@@ -42,7 +42,7 @@ from kvcomm.wire.messages import (
 from l2_rdma.choice import Measured, choose
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
-from l2_rdma.probing import measure
+from l2_rdma.probing import measure, prove
 from l2_rdma.reader import Reader, ReaderCounters
 from l2_rdma.region import Region
 from l2_rdma.remote import SILENCE_S, RemoteReader
@@ -219,6 +219,8 @@ class Wired:
 
     def put(self, copies: Sequence[BlockCopy], deadline: float) -> list[PutStatus]:
         """Reserve, write through the channel, publish.  Blocks until ``deadline`` at most."""
+        if self._clock() >= deadline:  # a question that nobody waits for would cost everybody the connection
+            return ["unavailable"] * len(copies)
         wants = [Want(copy.key, copy.copy_bytes) for copy in copies]
         reply = self._ask(BlockReserve(wants), deadline)
         if not isinstance(reply, BlockReserved) or len(reply.grants) != len(copies):
@@ -405,8 +407,10 @@ class _Meeting:
         # Loading libraries and asking devices may have taken all the time; that is not the pool's fault.
         self.deadline = self.clock() + self.options.attach_timeout_s
         self.refused |= found.refused
-        for name, transport in found.running.items():
-            if self._offered(name) and (channel := self._open(name, transport)) is not None:
+        both = [(name, transport) for name, transport in found.running.items() if self._offered(name)]
+        for place, (name, transport) in enumerate(both):
+            channel = self._open(name, transport, self._share(len(both) - place + 1))
+            if channel is not None:
                 opened[name] = _Opened(transport, channel)
         used: TransportName | None = None
         unused: Mapping[str, str] = {}
@@ -435,17 +439,22 @@ class _Meeting:
         self.refused[name] = f"the pool: {why}"
         return False
 
-    def _open(self, name: TransportName, transport: Transport) -> Channel | None:
+    def _share(self, count: int) -> float:
+        """Until when the first of ``count`` may take: whoever hangs leaves time to those that come after."""
+        now = self.clock()
+        return now + (self.deadline - now) / count
+
+    def _open(self, name: TransportName, transport: Transport, deadline: float) -> Channel | None:
         detail = next(offer.detail for offer in self.offers.offers if offer.transport == name)
 
         def ask(proposal: bytes) -> bytes:
-            reply = self.connection.call(ChannelOpen(name, proposal), deadline=self.deadline).message
+            reply = self.connection.call(ChannelOpen(name, proposal), deadline=deadline).message
             if not isinstance(reply, ChannelOpened):
                 raise Corrupt(f"the pool answers {type(reply).__name__} when a channel is to be opened")
             return reply.answer
 
         try:
-            return transport.connect(detail, self.header, ask, self.deadline)
+            return transport.connect(detail, self.header, ask, deadline)
         except KVCommError as error:
             self.refused[name] = error.message
             return None
@@ -453,14 +462,16 @@ class _Meeting:
     def _cheapest(
         self, opened: dict[TransportName, _Opened]
     ) -> tuple[TransportName | None, Mapping[str, str]]:
-        """One, and why not the others."""
-        if len(opened) < 2:
-            return next(iter(opened), None), {}
+        """One, and why not the others.  A wire can be open and carry nothing: none is kept unread."""
         measured: list[Measured] = []
-        for name, each in opened.items():
+        for place, (name, each) in enumerate(opened.items()):
+            until = self._share(len(opened) - place)
             try:
+                if len(opened) == 1:
+                    prove(each.transport, each.channel, until)
+                    return name, {}
                 measured.append(
-                    measure(each.transport, each.channel, self.deadline, budget_s=MEASURE_S, clock=self.clock)
+                    measure(each.transport, each.channel, until, budget_s=MEASURE_S, clock=self.clock)
                 )
             except KVCommError as error:
                 self.refused[name] = error.message

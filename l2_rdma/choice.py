@@ -48,8 +48,7 @@ class Choice:
     used: TransportName | None
     """``None``: nothing reaches the pool one-sided."""
     ranking: tuple[Measured, ...]
-    """What works, cheapest first, but :attr:`used` before all others: the order in which to go on when a
-    channel breaks."""
+    """What works, cheapest first, but :attr:`used` before all others."""
     reasons: Mapping[str, str]
     """Of every other transport: why it is not used."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields
 
 from l2_rdma.reader import ReaderCounters
 
+LATE_MAX = 64
+"""So many of the attachments that ended last are looked at anew each time: reads that were under way then
+still count."""
 NONE = "none"
 """In place of a transport: the pool can be asked, and not be read one-sided."""
 
@@ -19,6 +23,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._past: dict[str, ReaderCounters] = {}
         self._live: list[tuple[str, ReaderCounters]] = []
+        self._late: deque[tuple[str, ReaderCounters]] = deque()
         self._fallbacks: dict[tuple[str, str], int] = {}
         self.attach_count = 0
         self.lost_count = 0
@@ -37,20 +42,22 @@ class Ledger:
             self._fall_back(NONE, passed_over)
 
     def detached(self, counters: ReaderCounters, *, lost: bool) -> None:
-        """Its counters are final; ``lost``: the pool went, not we."""
+        """Nothing new is read through it; ``lost``: the pool went, not we."""
         with self._lock:
             self.lost_count += lost
-            for place, (used, live) in enumerate(self._live):
+            for place, (_, live) in enumerate(self._live):
                 if live is counters:
-                    _add(self._past.setdefault(used, ReaderCounters()), counters)
-                    del self._live[place]
-                    return
+                    self._late.append(self._live.pop(place))
+                    break
+            if len(self._late) > LATE_MAX:
+                used, final = self._late.popleft()
+                _add(self._past.setdefault(used, ReaderCounters()), final)
 
     def reads(self) -> dict[str, ReaderCounters]:
         """By transport."""
         with self._lock:
             sums: dict[str, ReaderCounters] = {}
-            for used, counters in [*self._past.items(), *self._live]:
+            for used, counters in [*self._past.items(), *self._late, *self._live]:
                 _add(sums.setdefault(used, ReaderCounters()), counters)
             return sums
 

@@ -76,8 +76,7 @@ class Member:
 
     def current(self, *, start: bool = True) -> tuple[Attachment | None, Attempt | None]:
         """The attachment, if the pool lives, or an attempt under way; ``start`` one if it is time."""
-        if self._process != os.getpid():
-            self._reset_after_fork()
+        self._reset_after_fork()
         with self._lock:
             now = self._clock()
             attachment = self._attachment
@@ -106,6 +105,7 @@ class Member:
         return self.current(start=False)[0] is attachment
 
     def view(self) -> PoolView:
+        self._reset_after_fork()
         with self._lock:
             used = self._attachment.transport if self._attachment is not None else ""
             pool, state = self.pool, self._health.state
@@ -113,6 +113,7 @@ class Member:
 
     def close(self) -> None:
         """Leave the pool.  Views stay valid, and pinned, for as long as they live.  Idempotent."""
+        self._reset_after_fork()
         with self._lock:
             self._closed = True
             self._drop(self._clock(), lost=False)
@@ -122,8 +123,9 @@ class Member:
     def _start_attempt(self, now: float) -> None:
         if self._closed or not self._health.may_try(now):
             return
-        attempt = self._attempt = Attempt(awaited=self._health.is_home)
+        attempt = Attempt(awaited=self._health.is_home)
         threading.Thread(target=self._attach, args=(attempt,), name="kvcomm-l2-attach", daemon=True).start()
+        self._attempt = attempt  # its end is noted under our lock, so later
 
     def _attach(self, attempt: Attempt) -> None:
         """Runs in a thread of its own."""
@@ -190,10 +192,12 @@ class Member:
 
     def _reset_after_fork(self) -> None:
         """The connection, the pins and the threads are the parent's."""
-        self._process = os.getpid()
+        if self._process == os.getpid():
+            return
         self._lock = threading.Lock()
         self._attachment = self._attempt = None
         self._health = self._puts = Health()
+        self._process = os.getpid()  # last: from now on other threads take the lock, which must be ours
 
 
 class Attempt:

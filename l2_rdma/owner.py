@@ -108,13 +108,18 @@ class _Slot:
 class SlotLease:
     """A copy that stays where it is until released.  ``copy`` is read-only: ``header | payload``."""
 
-    def __init__(self, slot: _Slot, copy: memoryview) -> None:
+    def __init__(self, slot: _Slot, memory: SlotMemory) -> None:
         self._slot: _Slot | None = slot
-        self._copy = copy
+        self._memory = memory
+        self._copy: memoryview | None = None
+        self.copy_bytes = slot.copy_bytes
         slot.leases += 1
 
     @property
     def copy(self) -> memoryview:
+        if self._copy is None:
+            assert self._slot is not None, "a copy is looked at before it is released"
+            self._copy = self._memory.copy(self._slot.offset, self.copy_bytes)
         return self._copy
 
     def release(self) -> None:
@@ -246,7 +251,7 @@ class Owner:
         if slot is None:
             return None
         slot.marked = slot.marked or use
-        return SlotLease(slot, self._slot_memory.copy(slot.offset, slot.copy_bytes))
+        return SlotLease(slot, self._slot_memory)
 
     def used(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [key in self._published and self._marked(self._published[key]) for key in keys]
@@ -672,7 +677,10 @@ class Owner:
         compared = 0
         for slab in slabs[begin:] + slabs[:begin]:
             slots = [self._slots[offset] for offset in self._allocator.live(slab)]
-            if any(slot.state == "reserved" or slot.leases or slot.offset in pinned for slot in slots):
+            if any(
+                slot.state == "reserved" or slot.exposed or slot.leases or slot.offset in pinned
+                for slot in slots
+            ):
                 continue
             marks = sum(self._marked(slot) for slot in slots if slot.state == "published")
             if marks <= marks_max * len(slots):

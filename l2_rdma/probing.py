@@ -1,4 +1,5 @@
-"""``measure``: what reads of a region cost through a channel, found out with a few of them.
+"""``measure``: what reads of a region cost through a channel, found out with a few of them.  ``prove``: that
+it can be read.
 
 It reads what is there, the first blocks' bytes, and looks at none of it.
 """
@@ -74,6 +75,19 @@ def measure(
     finally:
         if registration is not None:
             registration.close()
+
+
+def prove(transport: Transport, channel: Channel, deadline: float) -> None:
+    """See that reads come through, with the smallest one.
+
+    Raises:
+        Unavailable, Refused, Corrupt: it ended so.
+    """
+    word = Extent(BACKED_WORD * WORD_BYTES, WORD_BYTES)
+    (operation,) = channel.read([word], [memoryview(bytearray(WORD_BYTES))], deadline)
+    transport.wait([operation])
+    if operation.error is not None:
+        raise operation.error
 
 
 def _sample(channel: Channel, backed_bytes: int) -> Extent:

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
+
+from kvcomm.tier import PoolState
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -80,9 +82,6 @@ class Rack:
         return self.nodes[draws.index(max(draws))]
 
 
-State = Literal["alive", "suspect", "away"]
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
     """What a client thinks of one pool; a value, so each method gives the next one.
@@ -99,7 +98,7 @@ class Health:
     homes meanwhile.
     """
 
-    state: State = "alive"
+    state: PoolState = "alive"
     retry_at: float = 0.0
     """Monotonic seconds before which it is left alone."""
     backoff_s: float = BACKOFF_FIRST_S

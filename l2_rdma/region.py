@@ -127,6 +127,8 @@ class Region:
             raise Refused(f"region {path} belongs to another user") from error
         except OSError as error:
             raise Unavailable(f"region {path} cannot be opened: {error.strerror}") from error
+        except ValueError as error:  # a zero byte, from somebody who says what its path is
+            raise Corrupt(f"{str(path)!r} is no path of a region: {error}") from error
         try:
             return _map_verified(path, descriptor, tenant, device_slots)
         except BaseException:

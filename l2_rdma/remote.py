@@ -145,7 +145,7 @@ class RemoteReader:
 
     def _failed(self, operation: Operation, posted_at: float) -> None:
         now = self._clock()
-        silent = now - posted_at >= SILENCE_S
+        silent = min(now, operation.deadline) - posted_at >= SILENCE_S  # we may come to see it late
         if now >= operation.deadline and not silent and self.channel.broken is None:
             return  # it was given too little time: that says nothing of the pool
         self.failure = self.failure or operation.error
@@ -283,12 +283,15 @@ class Fetch:
         self._held_bytes = 0
         """Of copies under way or not taken yet."""
         self._held_count = 0
+        self._left_at = self._back_at = reader._clock()
 
     def start(self, deadline: float) -> None:
         """Post the first round; call it for all pools before advancing any.  Idempotent."""
         if self._started:
+            self._come_back()
             return
         self._started = True
+        self._left_at = self._back_at = self._reader._clock()
         lacking = [item for item in self._items if item.known is None]
         if lacking and self._reader.failure is None:
             probe = self._reader.ask([item.key for item in lacking], deadline)
@@ -304,6 +307,7 @@ class Fetch:
         """Take in what has arrived and post what there is room for; does not wait."""
         self.start(deadline)
         self._pump(-1, deadline)
+        self._left_at = self._reader._clock()
 
     def advance(self, position: int, deadline: float) -> None:
         """Wait until the block at ``position`` is there, or known not to come."""
@@ -314,6 +318,16 @@ class Fetch:
             if not item.done:
                 before = self._items[min(self._next, position)]  # it may not have been posted yet
                 self._reader._transport.wait(item.waits_for() or before.waits_for())
+        self._left_at = self._reader._clock()
+
+    def waited_with(self, other: Fetch) -> None:
+        """``other`` has been advanced: a wire that both share was polled for this one too.
+
+        What runs out of time while nobody waits, because the blocks are taken slowly, is no fault of the
+        pool, and read again.
+        """
+        if other._reader._transport is self._reader._transport:
+            self._left_at = self._reader._clock()
 
     def give_up(self) -> None:
         """Whatever is not there is a miss; what is under way arrives nowhere."""
@@ -333,6 +347,11 @@ class Fetch:
         return block
 
     # -- moving on -------------------------------------------------------------------------------------------
+
+    def _come_back(self) -> None:
+        now = self._reader._clock()
+        if now - self._left_at >= SILENCE_S:
+            self._left_at = self._back_at = now
 
     def _pump(self, wanted: int, deadline: float) -> None:
         """As far as it goes without waiting.
@@ -399,7 +418,7 @@ class Fetch:
             elif self._reader.failure is not None:
                 self._give_up(item)  # nothing new is posted any more
             elif item.stage == "reading":
-                self._check(item)
+                self._check(item, until)
             else:
                 self._read(item, until)
 
@@ -412,7 +431,7 @@ class Fetch:
             assert item.probe is not None
             failed = item.probe.failed(item.key)
             if failed is not None:
-                self._fail(item, failed, item.probe.posted_at)
+                self._fail(item, failed, item.probe.posted_at, until)
                 return
             item.found, item.probe = item.probe.found(item.key), None
         if item.found is None:
@@ -426,11 +445,11 @@ class Fetch:
         self._held_bytes += item.held_bytes
         item.stage, item.wish = "reading", (Extent(hint.offset, hint.copy_bytes), item.copy)
 
-    def _check(self, item: _Item) -> None:
+    def _check(self, item: _Item, until: float) -> None:
         """The slot has arrived: see whether it is still the same."""
         assert item.operation is not None and item.found is not None
         if item.operation.error is not None:
-            self._fail(item, item.operation, item.posted_at)
+            self._fail(item, item.operation, item.posted_at, until)
             return
         item.word, item.verified, item.operation = memoryview(bytearray(WORD_BYTES)), False, None
         extent = Extent(item.found.hint.offset + GENERATION_OFFSET, WORD_BYTES)
@@ -455,7 +474,7 @@ class Fetch:
         reader = self._reader
         assert item.operation is not None and item.word is not None and item.found is not None
         if item.operation.error is not None:
-            self._fail(item, item.operation, item.posted_at)
+            self._fail(item, item.operation, item.posted_at, until)
             return
         self._verify(item)
         hint, marked = item.found
@@ -487,9 +506,15 @@ class Fetch:
             reader._report(hint.offset)
         self._finish(item, None)
 
-    def _fail(self, item: _Item, operation: Operation, posted_at: float) -> None:
-        self._reader._failed(operation, posted_at)
-        self._give_up(item)
+    def _fail(self, item: _Item, operation: Operation, posted_at: float, until: float) -> None:
+        reader = self._reader
+        reader._failed(operation, max(posted_at, self._back_at))
+        if posted_at < self._back_at and reader.failure is None:
+            self._release(item)
+            item.stage, item.operation = "probing", None
+            item.probe = reader.ask([item.key], until)
+        else:
+            self._give_up(item)
 
     def _give_up(self, item: _Item) -> None:
         self._reader.counters.unavailable += 1

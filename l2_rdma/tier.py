@@ -49,7 +49,7 @@ from l2_rdma.ledger import Ledger, total
 from l2_rdma.member import Member
 from l2_rdma.rack import Pool, Rack
 from l2_rdma.reader import Reader, ReaderCounters
-from l2_rdma.remote import Fetch
+from l2_rdma.remote import SILENCE_S, Fetch
 from l2_rdma.wires import Wires
 
 BATCH_BYTES = 64 << 20
@@ -134,7 +134,7 @@ class L2Tier:
         for route in routes:
             if isinstance(route.attachment, Mapped):
                 reader = route.attachment.reader
-                if len(routes) == 1:
+                if len(route.positions) == len(keys):
                     return list(reader.lookup(keys))
                 told = reader.lookup([keys[position] for position in route.positions])
                 for position, there in zip(route.positions, told, strict=True):
@@ -162,13 +162,17 @@ class L2Tier:
         statuses: Statuses = {}
         for route in (yield from self._routes([copy.key for copy in copies])):
             if route.member.may_put():
+                begun = self._clock()
                 yield from self._put_to(route, copies, statuses)
                 mine = [statuses.get(position, "unavailable") for position in route.positions]
-                route.member.put_answered("unavailable" not in mine)
+                answered = "unavailable" not in mine
+                if answered or self._clock() - begun >= SILENCE_S:
+                    route.member.put_answered(answered)
         return [statuses.get(index, "unavailable") for index in range(len(copies))]
 
     def stats(self) -> L2Stats:
-        members = [self._members[node] for node in sorted(self._members)]
+        self._follow()  # pools that nobody has asked for anything yet are pools, too
+        members = [member for _, member in sorted(self._members.items())]
         attachments = [each for each in (member.current(start=False)[0] for member in members) if each]
         mapped = [each for each in attachments if isinstance(each, Mapped)]
         reads = self._ledger.reads()
@@ -187,6 +191,7 @@ class L2Tier:
 
     def close(self) -> None:
         """Leave the pools.  Views stay valid, and pinned, for as long as they live.  Idempotent."""
+        self._reset_after_fork()
         with self._lock:
             self._closed = True
         for member in list(self._members.values()):
@@ -237,9 +242,7 @@ class L2Tier:
 
     def _follow(self) -> None:
         """Take note of pools that have joined, left or moved."""
-        if self._process != os.getpid():
-            self._process, self._lock = os.getpid(), threading.Lock()
-            self._ledger.reset_after_fork()
+        self._reset_after_fork()
         pools = self._pools()
         if pools is self._seen:
             return
@@ -259,6 +262,13 @@ class L2Tier:
         for node, member in before.items():
             if members.get(node) is not member:
                 member.close()
+
+    def _reset_after_fork(self) -> None:
+        """A thread that the child does not have may hold a lock."""
+        if self._process != os.getpid():
+            self._lock = threading.Lock()
+            self._ledger.reset_after_fork()
+            self._process = os.getpid()  # last: from now on other threads take the locks
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -321,7 +331,7 @@ class L2Tier:
             return []
         wants = [Want(copies[index].key, copies[index].copy_bytes) for index in indices]
         reply = yield from self._ask(address, BlockReserve(wants))
-        if not isinstance(reply, BlockReserved):
+        if not isinstance(reply, BlockReserved) or len(reply.grants) != len(indices):
             statuses.update(dict.fromkeys(indices, put_failed(reply)))
             return []
         written: list[tuple[int, int]] = []  # index, token
@@ -369,11 +379,11 @@ class L2Tier:
         for index in indices:
             payload += [copies[index].header.pack(), copies[index].payload.cast("B")]
         reply = yield from self._ask(address, BlockPut(0, wants), payload)
-        for place, index in enumerate(indices):
-            if isinstance(reply, BlockStored):
-                statuses[index] = cast("PutStatus", reply.statuses[place])
-            else:
-                statuses[index] = put_failed(reply)
+        if isinstance(reply, BlockStored) and len(reply.statuses) == len(indices):
+            told = [cast("PutStatus", status) for status in reply.statuses]
+        else:
+            told = [put_failed(reply)] * len(indices)
+        statuses |= dict(zip(indices, told, strict=True))
 
     def _ask(self, address: str, message: Message, payload: Sequence[Buffer] = ()) -> Steps[Message]:
         answers: list[Answer] = yield from ask_all(
@@ -420,6 +430,8 @@ class _Run:
                 for _, each in self._under_way:
                     each.pump(deadline)
                 fetch.advance(place, deadline)
+                for _, each in self._under_way:
+                    each.waited_with(fetch)
         except Unavailable:
             fetch.give_up()  # closed meanwhile
         for route, _ in self._under_way:

@@ -56,8 +56,7 @@ class Wires:
         Raises:
             Unavailable: they are being closed.
         """
-        if self._process != os.getpid():
-            self._reset_after_fork()
+        self._reset_after_fork()
         lock = self._lock
         with lock:
             if self._closed:
@@ -74,10 +73,11 @@ class Wires:
 
     def close(self) -> None:
         """When the last user is done.  Idempotent."""
+        self._reset_after_fork()
         with self._lock:
             closing = not self._closed and not self._user_count
             self._closed = True
-        if closing and self._process == os.getpid():
+        if closing:
             self._end()
 
     def _is_over(self) -> bool:
@@ -85,9 +85,11 @@ class Wires:
 
     def _reset_after_fork(self) -> None:
         """Queue pairs and sockets are the parent's."""
-        self._process = os.getpid()
+        if self._process == os.getpid():
+            return
         self._lock = threading.Lock()
         self._found, self._user_count = None, 0
+        self._process = os.getpid()  # last: from now on other threads take the lock, which must be ours
 
     def _end(self) -> None:
         with self._lock:

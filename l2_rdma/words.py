@@ -47,6 +47,7 @@ class Words:
         self._descriptor = descriptor
         self._clock = clock
         self._sleep = sleep
+        self._process = os.getpid()
         self._mine = threading.Lock()  # the kernel does not tell our threads apart
         self._closed = False
 
@@ -62,8 +63,9 @@ class Words:
     def close(self) -> None:
         """The descriptor is about to be closed, and its number may be another file's then.  Idempotent."""
         self._closed = True  # whoever is waiting for a word sees it
-        with self._mine:
-            pass
+        if os.getpid() == self._process:  # in a forked child whoever held it is not there to let go
+            with self._mine:
+                pass
 
     def _exchange(self, offset: int, change: Callable[[int], int], deadline: float) -> int:
         if not self._mine.acquire(timeout=max(0.0, deadline - self._clock())):

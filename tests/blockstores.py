@@ -31,6 +31,10 @@ class DictLease:
     released: bool = False
 
     @property
+    def copy_bytes(self) -> int:
+        return len(self.of.buffer)
+
+    @property
     def copy(self) -> memoryview:
         return memoryview(self.of.buffer).toreadonly()
 

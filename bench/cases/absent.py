@@ -116,7 +116,7 @@ def _client(rack: Sequence[Pool], transport: str) -> Iterator[_Client]:
 
 @dataclass(slots=True)
 class _Times:
-    """Times of idling and of lookups, both ``span_s`` long."""
+    """Times of idling and of lookups, both ``span_s`` long at least."""
 
     rack: Sequence[Pool]
     lookup: Callable[[], None]
@@ -125,9 +125,8 @@ class _Times:
 
     def share(self) -> float:
         """Processor seconds of the pools a second of lookups."""
-        idle_s = self._used_while(lambda: time.sleep(self.span_s))
-        busy_s = self._used_while(self._look_up)
-        return (busy_s - idle_s) / self.span_s
+        idle = self._used_while(lambda: time.sleep(self.span_s))
+        return self._used_while(self._look_up) - idle
 
     def _look_up(self) -> None:
         until = time.perf_counter() + self.span_s
@@ -136,6 +135,8 @@ class _Times:
             self.taken.append(time.perf_counter() - begin)
 
     def _used_while(self, act: Callable[[], None]) -> float:
-        before = sum(pool.processor_seconds() for pool in self.rack)
+        """A second: the last of the lookups takes them beyond the span."""
+        before, begin = sum(pool.processor_seconds() for pool in self.rack), time.perf_counter()
         act()
-        return sum(pool.processor_seconds() for pool in self.rack) - before
+        lasted_s = time.perf_counter() - begin
+        return (sum(pool.processor_seconds() for pool in self.rack) - before) / lasted_s

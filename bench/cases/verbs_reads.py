@@ -51,4 +51,5 @@ def run(scale: Scale) -> Report:
     report.claim(what, ">=", SHARE_MIN, "x", share)
     what = f"read of {size_name(SMALL_BYTES)} over verbs, over a bare READ"
     report.claim(what, "<=", TIMES_MAX, "x", over)
+    report.claim(f"{what} and its request", "<=", TIMES_MAX, "x", small.ratio(VERBS, BARE_READ_MADE))
     return report

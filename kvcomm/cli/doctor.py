@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from kvcomm.wire.address import parse_address
 
 if TYPE_CHECKING:
     from kvcomm.cli.transports import PoolTrials
-    from kvcomm.cli.trials import Trial
+    from kvcomm.cli.trials import Trial, Trials
     from kvcomm.config import Config
     from kvcomm.instance import Instance
 
@@ -112,15 +114,32 @@ def _software(visit: Visit) -> Iterator[Finding]:
 
 
 def _configuration(visit: Visit) -> Iterator[Finding]:
-    from kvcomm.settings import load_config
-
     try:
-        settings = load_config(visit.config)
+        settings = _read_settings(visit)
     except ConfigError as error:
         yield Finding("configuration", "problem", str(error))
         return
     yield Finding("configuration", "ok", f"{settings.cluster.shards} shards, {settings.cluster.pools} pools")
+    yield from _listening(settings.network.listen_host)
     yield from _memory(settings)
+
+
+def _listening(host: str) -> Iterator[Finding]:
+    """Whether nodes can listen there; a name is left to the transport ``tcp``, whose trial has a deadline."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as port:
+            port.bind((host, 0))
+    except OSError as error:
+        yield Finding(
+            "listening",
+            "problem",
+            f"network.listen_host is {host}: {error.strerror}; nodes start only at addresses of this host",
+        )
 
 
 def _memory(settings: Config) -> Iterator[Finding]:
@@ -229,7 +248,7 @@ def _hardware(visit: Visit) -> Iterator[Finding]:
 
 
 def _transports(visit: Visit) -> Iterator[PoolTrials]:
-    """Nothing where the configuration is wrong: what would be tried is what it says."""
+    """Nothing where the configuration is wrong or the instance missing: the findings say so."""
     from kvcomm.cli.transports import try_all
     from kvcomm.cli.trials import Trials
     from kvcomm.config import TRANSPORTS
@@ -241,12 +260,28 @@ def _transports(visit: Visit) -> Iterator[PoolTrials]:
     network = settings.network
     gpu = settings.cache.l2_device or 0
     trials = Trials(WireOptions(network.listen_host, network.rdma_device, cuda_device=gpu))
-    for pool, address, token in _pools(visit, settings):
-        attempt: Callable[[str], Trial] = partial(trials.to_pool, address=address, token=token)
-        yield try_all(pool, TRANSPORTS, network.transports, _with_gpu_direct(attempt))
+    for pool in _pools(visit, settings):
+        attempt: Callable[[str], Trial] = partial(trials.to_pool, address=pool.address, token=pool.token)
+        yield try_all(pool.name, TRANSPORTS, network.transports, _with_gpu_direct(attempt), pool.listens_at)
     if not visit.peer and not visit.instance:
-        attempt = _with_gpu_direct(trials.between_processes)
-        yield try_all("a pool of this host", TRANSPORTS, network.transports, attempt)
+        attempt = _with_gpu_direct(_tried_here(trials, on_gpu=settings.cache.l2_device is not None))
+        at = network.listen_host
+        yield try_all("a pool of this host", TRANSPORTS, network.transports, attempt, at)
+
+
+def _tried_here(trials: Trials, *, on_gpu: bool) -> Callable[[str], Trial]:
+    """Pools are in a GPU's memory, which ``cuda`` alone reaches, or in the host's, which it does not."""
+    from kvcomm.cli.trials import Trial
+
+    def told(transport: str) -> Trial:
+        if on_gpu and transport != "cuda":
+            return Trial(transport, "refused", "cache.l2_device: a GPU's memory is reached by cuda alone")
+        trial = trials.between_processes(transport)
+        if transport == "cuda" and not on_gpu and trial.verdict == "works":
+            return replace(trial, reason="not for pools in host memory (cache.l2_device)")
+        return trial
+
+    return told
 
 
 def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
@@ -263,37 +298,63 @@ def _with_gpu_direct(attempt: Callable[[str], Trial]) -> Callable[[str], Trial]:
     return told
 
 
-def _pools(visit: Visit, settings: Config) -> Iterator[tuple[str, str, str]]:
-    """Name, address and token of the pools that were asked for."""
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """One that was asked for."""
+
+    name: str
+    address: str
+    token: str
+    listens_at: str
+    """The host of its port; empty if there is none."""
+
+
+def _pools(visit: Visit, settings: Config) -> Iterator[_Pool]:
     from kvcomm.connect import find_token
-    from kvcomm.instance import Instance
 
     token = find_token(settings)
-    if visit.instance is not None:
-        instance = Instance.open(visit.instance)
+    instance = _named(visit)
+    if instance is not None:
         token = token or instance.credentials().token(settings.security.tenant)
-        if visit.peer is None:
-            for record in instance.nodes():
-                if record.role == "pool":
-                    yield f"{instance.name}/{record.node}", record.addresses[0], token
+        for record in instance.nodes() if visit.peer is None else ():
+            if record.role == "pool":
+                ports = [parse_address(each).host for each in record.addresses]
+                name = f"{instance.name}/{record.node}"
+                yield _Pool(name, record.addresses[0], token, next(filter(None, ports), ""))
     if visit.peer is not None:
-        parse_address(visit.peer)
+        peer = parse_address(visit.peer)
         if token is None:
             raise ConfigError(
                 f"{visit.peer} needs a token: name its cluster with --instance, set KVCOMM_TOKEN, "
                 "or configure security.token_file"
             )
-        yield visit.peer, visit.peer, token
+        yield _Pool(visit.peer, visit.peer, token, peer.host)
+
+
+def _named(visit: Visit) -> Instance | None:
+    """``None`` if it is missing: :func:`_instances` says so."""
+    from kvcomm.instance import Instance, InstanceMissing
+
+    with contextlib.suppress(InstanceMissing):
+        return Instance.open(visit.instance) if visit.instance else None
+    return None
 
 
 def _settings(visit: Visit) -> Config | None:
-    """``None`` if it is wrong: :func:`_configuration` says so."""
+    """``None`` if they are wrong: :func:`_configuration` says so."""
+    with contextlib.suppress(ConfigError):
+        return _read_settings(visit)
+    return None
+
+
+def _read_settings(visit: Visit) -> Config:
+    """With a token file that can be read, if there is one; else ``ConfigError``."""
+    from kvcomm.connect import find_token
     from kvcomm.settings import load_config
 
-    try:
-        return load_config(visit.config)
-    except ConfigError:
-        return None
+    settings = load_config(visit.config)
+    find_token(settings)
+    return settings
 
 
 _CHECKS = (_software, _configuration, _hardware, _regions, _instances)

@@ -15,11 +15,11 @@ from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
 
 if TYPE_CHECKING:
-    from kvcomm.instance import Instance
+    from kvcomm.instance import Instance, Survey
 
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
-    """Show every node of the clusters on this host (or of one).  Exit code 1 if a node does not answer."""
+    """Show every node of the clusters on this host (or of one).  Exit code 1 if one is missing or silent."""
     from kvcomm.connect import INSTANCE_VARIABLE
     from kvcomm.instance import Instance
 
@@ -41,7 +41,8 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     token = instance.credentials().token("status")
-    for record in instance.nodes():
+    survey = instance.survey()
+    for record in survey.nodes:
         row: dict[str, Any] = {
             "instance": instance.name,
             "node": record.node,
@@ -62,7 +63,28 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
         except KVCommError as error:
             row["error"] = error.message
         rows.append(row)
-    return rows
+    return sorted([*rows, *_missing(instance.name, survey)], key=lambda row: row["node"])
+
+
+def _missing(instance: str, survey: Survey) -> Iterator[dict[str, Any]]:
+    """Nodes of a running cluster that are in its ring and not there: killed, or on their way up."""
+    if survey.ring is None or not survey.nodes:
+        return
+    there = {record.node for record in survey.nodes}
+    for role, nodes in (("pool", survey.ring.pools), ("shard", survey.ring.shards)):
+        for node in nodes:
+            if node.node not in there:
+                yield {
+                    "instance": instance,
+                    "node": node.node,
+                    "role": role,
+                    "pid": None,
+                    "addresses": [],
+                    "metrics": "",
+                    "transports": [],
+                    "refused_transports": {},
+                    "error": "not running",
+                }
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -88,28 +110,30 @@ def _show(rows: list[dict[str, Any]]) -> None:
             table.add_column(column, justify="left" if column == "node" else "right")
         for row in rows:
             if row["instance"] == instance:
-                table.add_row(row["node"], str(row["pid"]), *map(escape, _cells(row)))
+                table.add_row(row["node"], str(row["pid"] or "-"), *map(escape, _cells(row)))
         Console().print(table)
         for line in _lines(row for row in rows if row["instance"] == instance):
             Console().print(escape(f"  {line}"), highlight=False, soft_wrap=True)
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """What has no column: disks, and how a pool's memory is reached."""
+    """What has no column: errors, disks, and how a pool's memory is reached."""
     for row in rows:
         node = row["node"]
+        if row["error"] and row["pid"] is not None:
+            yield f"{node} does not answer: {row['error']}"
         if row.get("disk"):
             yield f"{node} disk {_disk(row['disk'])}"
         if row["transports"] or row["refused_transports"]:
-            yield f"{node} serves {', '.join(row['transports']) or 'no transport'}"
+            yield f"{node} serves {', '.join(row['transports']) or 'no transport: nobody reads its memory'}"
         for name, why in row["refused_transports"].items():
             yield f"{node} cannot serve {name}: {why}"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return ["-", f"no answer: {row['error']}"]
-    cells = [str(row["epoch"]), f"{row['uptime_s']:.0f} s"]
+        return ["-", "down" if row["pid"] is None else "silent"]
+    cells = [str(row["epoch"] or "-"), f"{row['uptime_s']:.0f} s"]
     if usage := row["usage"]:
         sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])
         used, size, pinned = map(size_text, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, cast
@@ -38,10 +39,20 @@ class PoolTrials:
     choice: Choice
     elsewhere: str | None
     """What would be used if the pool were on another host, as far as this one's measurements go."""
+    listens_at: str = ""
+    """Host that the pool's port is bound to, where that is known."""
+
+    @property
+    def problem(self) -> str:
+        """Empty if there is none."""
+        lost = self.choice.used is None
+        return f"no configured transport reaches {self.pool}: its blocks are misses" if lost else ""
 
     def reason(self, trial: Trial) -> str:
         """Why it is not used; empty for the one that is."""
-        return trial.reason if trial.verdict == "failed" else self.choice.reasons.get(trial.transport, "")
+        if trial.reason and trial.verdict != "refused":
+            return trial.reason
+        return self.choice.reasons.get(trial.transport, "")
 
     def findings(self) -> Iterator[Finding]:
         for trial in self.trials:
@@ -50,14 +61,16 @@ class PoolTrials:
             detail = {"pool": self.pool, "used": used} | asdict(trial) | {"reason": reason}
             text = reason or f"used: 4 KiB in {_latency(trial)}, 1 MiB at {_bandwidth(trial)}"
             yield Finding(f"transport {trial.transport}", _GRAVITY[trial.verdict], text, detail)
-        if self.choice.used is None:
-            yield Finding(
-                "transports", "problem", f"no configured transport reaches {self.pool}: its blocks are misses"
-            )
+        if self.problem:
+            yield Finding("transports", "problem", self.problem)
 
 
 def try_all(
-    pool: str, names: Sequence[str], preferred: Sequence[str], attempt: Callable[[str], Trial]
+    pool: str,
+    names: Sequence[str],
+    preferred: Sequence[str],
+    attempt: Callable[[str], Trial],
+    listens_at: str = "",
 ) -> PoolTrials:
     """Try each of ``names``, one after the other so that none is measured beside another."""
     from l2_rdma.choice import Measured, choose
@@ -66,11 +79,12 @@ def try_all(
     measured = [
         Measured(cast("TransportName", name), trial.latency_s, trial.bytes_per_s)
         for name, trial in zip(names, trials, strict=True)
-        if trial.verdict == "works"
+        if trial.verdict == "works" and not trial.reason
     ]
     refused = {trial.transport: trial.reason for trial in trials if trial.verdict != "works"}
     elsewhere = choose([each for each in measured if each.transport not in _OF_ONE_HOST], {}, preferred)
-    return PoolTrials(pool, preferred, trials, choose(measured, refused, preferred), elsewhere.used)
+    choice = choose(measured, refused, preferred)
+    return PoolTrials(pool, preferred, trials, choice, elsewhere.used, listens_at)
 
 
 def show_trials(console: Console, tried: PoolTrials) -> None:
@@ -93,8 +107,24 @@ def show_trials(console: Console, tried: PoolTrials) -> None:
         for line in _lines(trial, tried.reason(trial)):
             console.print(escape(f"  {line}"), highlight=False, soft_wrap=True)
     if tried.choice.used in _OF_ONE_HOST and tried.elsewhere:
-        line = f"  agents of other hosts: {tried.elsewhere}, if the network is like this host's own (--peer)"
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(escape(f"  {_for_others(tried)}"), highlight=False, soft_wrap=True)
+    if tried.problem:
+        console.print(f"  [red]problem[/]: {escape(tried.problem)}", highlight=False, soft_wrap=True)
+
+
+def _for_others(tried: PoolTrials) -> str:
+    """Whatever the wire, agents of other hosts have to call the pool's port first."""
+    wire = f"{tried.elsewhere}, if the network is like this host's own (--peer)"
+    if _is_loopback(tried.listens_at):
+        wire = f"none, it listens on {tried.listens_at} (network.listen_host); else {wire}"
+    return f"agents of other hosts: {wire}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _lines(trial: Trial, reason: str) -> Iterator[str]:

@@ -202,8 +202,12 @@ def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
         sys.stdout.buffer.write(READY_LINE)
         sys.stdout.buffer.flush()
         return
-    nodes = ", ".join(record.node for record in cluster.nodes())
-    sys.stdout.write(f"cluster {cluster.name!r} is up: {nodes}\n")
+    records = cluster.nodes()
+    sys.stdout.write(f"cluster {cluster.name!r} is up: {', '.join(record.node for record in records)}\n")
+    for record in records:
+        if record.role == "pool" and not record.transports:
+            why = "; ".join(f"{name}: {reason}" for name, reason in record.refused_transports.items())
+            sys.stdout.write(f"{record.node} serves no transport, nobody reads its memory: {why}\n")
     sys.stdout.write(f"logs: {cluster.directory / 'logs'}; stop with Ctrl-C\n")
     if not settings.storage.directory:
         sys.stdout.write(

@@ -76,7 +76,7 @@ def tell(options: Options, say: Say) -> Report:
     with contextlib.ExitStack() as stack:
         threads = os.cpu_count() or 1
         agents = {name: stack.enter_context(AgentProcess(name, threads)) for name in AGENTS}
-        say("starting a cluster: one pool, three shards")
+        say("starting a cluster")
         config = stack.enter_context(_configuration(options))
         instance = stack.enter_context(_cluster(config))
         _check_transport(instance, options.transport)
@@ -152,12 +152,13 @@ class _Story:
         return row
 
     def _restart_pool(self) -> float:
-        """Kill the pool as a crash would, and wait for the one that replaces it."""
-        (old,) = self._nodes("pool")
-        self.say(f"killing the pool (process {old.pid})")
+        """Kill the pool, or all of a rack, as a crash would, and wait for what replaces it."""
+        killed = {record.pid for record in self._nodes("pool")}
+        self.say(f"killing the pool (process {', '.join(map(str, sorted(killed)))})")
         began = time.monotonic()
-        os.kill(old.pid, signal.SIGKILL)
-        while not any(record.pid != old.pid for record in self._nodes("pool")):
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        while len({record.pid for record in self._nodes("pool")} - killed) < len(killed):
             if time.monotonic() > began + RESTART_DEADLINE_S:
                 raise Unavailable(f"no new pool within {RESTART_DEADLINE_S:.0f} s")
             time.sleep(_POLL_S)
@@ -183,6 +184,10 @@ def configuration(options: Options) -> str:
     """Of the cluster and the agents."""
     import yaml
 
+    from kvcomm.settings import load_config
+
+    if options.config is not None:
+        load_config(options.config)  # a mistake in it is told by its own name
     written = options.config.read_text() if options.config is not None else CONFIG
     if options.transport is None:
         return written

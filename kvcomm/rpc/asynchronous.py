@@ -14,6 +14,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,6 +25,10 @@ from kvcomm.rpc.stream import FrameStream
 from kvcomm.steps import Answer, Ask, Call, Emit, Park, Step, Steps, Submit, Wait, WaitAny, Work
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.messages import Failure, Ping, Welcome
+
+WORKERS = 32
+"""So many ``Work`` steps of one client block at once; threads of our own, so that neither the application's
+work nor another client's takes them."""
 
 T = TypeVar("T")
 
@@ -74,6 +79,7 @@ class AsyncPeers:
         self.connect_timeout_s = connect_timeout_s
         self.clock = clock
         self._links: dict[str, _Link] = {}
+        self._workers = ThreadPoolExecutor(WORKERS, "kvcomm-work")
         self._closed = False
 
     async def welcome(self, address: str, deadline: float) -> Welcome:
@@ -95,6 +101,17 @@ class AsyncPeers:
         self._closed = True
         for link in list(self._links.values()):
             link.end(ConnectionAbortedError("this client is closed"))
+        self._workers.shutdown(wait=False)
+
+    def work(self, step: Work, deadline: float) -> Future[Any]:
+        """Start its call in a thread, when one is free.
+
+        Raises:
+            Unavailable: this client is closed.
+        """
+        if self._closed:
+            raise Unavailable("this client is closed")
+        return self._workers.submit(step.call, deadline)
 
     def start(
         self, asks: Sequence[Ask], deadline: float, done: Callable[[Answer], None] | None = None
@@ -213,7 +230,7 @@ class _Operation:
         if type(step) is Park:
             return await self._park(step)
         if type(step) is Work:
-            return await asyncio.to_thread(step.call, step.deadline(self._peers.clock(), self._deadline))
+            return await self._work(step)
         return None
 
     def close(self) -> None:
@@ -235,6 +252,19 @@ class _Operation:
                     request.tell(None)
         answered = zip(step.calls, requests, strict=True)
         return next((call for call, request in answered if request.exchange.answer is not None), None)
+
+    async def _work(self, step: Work) -> Any:
+        now = self._peers.clock()
+        deadline = step.deadline(now, self._deadline)
+        working = self._peers.work(step, deadline)
+        result = asyncio.wrap_future(working)
+        try:
+            await asyncio.wait([result], timeout=max(0.0, deadline - now))
+            if not result.done() and working.cancel():
+                return step.call(deadline)  # no thread was free; it does not block, its time is over
+            return await result
+        finally:
+            result.cancel()
 
     async def _park(self, park: Park) -> bool:
         loop = asyncio.get_running_loop()

@@ -126,8 +126,7 @@ class Channel(Protocol):
 @runtime_checkable
 class MappedChannel(Protocol):
     """A channel to memory that this process has mapped.  A mapping cannot be taken back: whoever writes
-    through
-    it pins the slot meanwhile, in the hazard words of ``file`` (``l2_rdma.hazards``)."""
+    through it pins the slot meanwhile, in the hazard words of ``file`` (``l2_rdma.hazards``)."""
 
     file: Region
 

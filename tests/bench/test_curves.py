@@ -16,6 +16,20 @@ from bench.sources import Way
 from bench.timing import Call, Spread
 
 ROOT = Path(__file__).parents[2]
+WAYS = {
+    "memcpy": ["memcpy"],
+    "socket": ["raw TCP socket"],
+    "unix-socket": ["raw unix socket"],
+    "redis": ["Redis GET, unix", "Redis GET, tcp"],
+    "mooncake": ["Mooncake get, tcp"],
+    "bare-verbs": ["bare pyverbs READ"],
+    "view": ["KVCOMM shm view, no copy"],
+    "shm": ["KVCOMM shm read"],
+    "tcp": ["KVCOMM tcp read", "KVCOMM tcp get"],
+    "verbs": ["KVCOMM verbs read", "KVCOMM verbs get"],
+    "cuda": ["KVCOMM cuda read", "KVCOMM cuda get", "KVCOMM cuda to a GPU"],
+}
+"""Of each source."""
 
 
 def section(machine: str = "here") -> Section:
@@ -100,9 +114,10 @@ def test_every_source_gives_its_curves_or_a_reason(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     [found] = from_json(result.read_bytes())
     assert found.machine == "m" and found.sizes() == list(curves.SMOKE_SIZES)
-    assert {"memcpy", "raw TCP socket", "KVCOMM shm read", "KVCOMM shm view"} <= set(found.ways())
-    assert (
-        len({way.partition(",")[0].split()[0] for way in found.ways()}) + len(found.skipped)
-        >= len(SOURCES) // 2
-    )
+    assert set(WAYS) == set(SOURCES)
+    expected = {way for source, ways in WAYS.items() if source not in found.skipped for way in ways}
+    assert set(found.ways()) == expected
+    assert set(found.skipped).isdisjoint({"memcpy", "socket", "unix-socket", "view", "shm", "tcp"})
     assert all(found.skipped.values())
+    assert len(found.points) == len(expected) * len(curves.SMOKE_SIZES)
+    assert {point.way for point in found.points if point.gb_s is None} == {"KVCOMM shm view, no copy"}

@@ -26,12 +26,13 @@ def test_memcpy_goes_round_its_working_set():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["tcp", "unix"])
-def test_the_raw_socket_answers(family: Family):
-    with raw_socket(2, 1 << 20, family) as raw:
+@pytest.mark.parametrize(("family", "blocking"), [("tcp", False), ("tcp", True), ("unix", False)])
+def test_the_raw_socket_answers(family: Family, blocking: bool):
+    with raw_socket(2, 1 << 20, family, blocking=blocking) as raw:
         assert len(raw.one.times(5)) == 5
         assert len(raw.stream(3).times(5)) == 5
         assert raw.stream(3).name != raw.one.name
+        assert raw.connection.gettimeout() is None, "Python polls before every call of one with a time limit"
 
 
 @pytest.mark.slow
@@ -58,14 +59,21 @@ def test_mooncake_answers():
             assert [len(operation.times(2)) for operation in operations] == [2, 2, 2]
 
 
+@pytest.mark.rdma
 @pytest.mark.slow
 @pytest.mark.processes
 def test_bare_verbs_reads():
-    with bare_verbs(2, 4096) as verbs:
+    with bare_verbs(3, 4096) as verbs:
         if isinstance(verbs, str):
             pytest.skip(verbs)
+        run = verbs.run(4096, 16)
+        into = next(each for each in verbs.kept if isinstance(each, Buffers))
+        assert len(run.times(5)) == 5
+        [theirs] = Buffers(1, 3 * 4096, seed=3).all
+        pieces = [bytes(theirs[4096 * number : 4096 * (number + 1)]) for number in range(3)]
+        assert [bytes(each) for each in into.all] == [pieces[(4 + at) % 3] for at in range(16)], "all arrived"
         assert len(verbs.one(64).times(5)) == 5
-        assert len(verbs.run(4096, 16).times(5)) == 5
+        assert len(verbs.making(64).times(5)) == 5
 
 
 def test_a_missing_peer_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object):

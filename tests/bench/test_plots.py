@@ -51,7 +51,8 @@ def test_crossings_are_ratios():
     curves = [curve("life", 1.1, 0.9), curve("get of a run", 0.5, 0.4), curve("get", 1, 1)]
     found = crossover.Crossover("m", "d", curves)
     life, get = crossings(found)
-    assert life.bold and get.dashed and life.values == [1.1, 0.9] and life.colour == get.colour
+    assert life.bold and get.dashed and life.values == [1.1, 0.9]
+    assert life.colour == get.colour == plots.COLOURS["KVCOMM shm"], "as in the other pictures"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from kvcomm import blockservice
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
 from kvcomm.blockservice import BlockService
-from kvcomm.errors import Refused, TooLarge
+from kvcomm.errors import Refused, TooLarge, Unavailable
 from kvcomm.rpc import Connection, Identity
 from kvcomm.steps import Ask
 from kvcomm.wire.frames import encode_frame
@@ -49,7 +49,7 @@ from kvcomm.wire.messages import (
     RingGet,
     Want,
 )
-from tests.blockstores import DictStore
+from tests.blockstores import DictLease, DictStore
 from tests.namespaces import namespace
 from tests.peers import CREDENTIALS, IDENTITY, Served, served, soon, until
 
@@ -260,6 +260,24 @@ def test_requests_are_bounded(
         call(connection, BlockLookup(0, [KEYS[0]] * (KEYS_MAX + 1)))
     with pytest.raises(Refused, match="32 bytes"):
         call(connection, BlockGet(0, [b"short"]))
+    monkeypatch.setattr(blockservice, "BATCH_BYTES_MAX", 3 * COPY_BYTES)
+    with pytest.raises(TooLarge, match="ask for fewer"):
+        call(connection, BlockGet(0, [*KEYS]))
+    assert all(copy.leases == 0 for copy in store.copies.values())
+
+
+def test_copies_are_made_when_they_are_sent_and_not_for_a_refusal(
+    connection: Connection, store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they come from a GPU, each takes memory of this process."""
+    put(connection, *KEYS)
+
+    def failed(lease: DictLease) -> memoryview:
+        raise Unavailable("the GPU failed")
+
+    monkeypatch.setattr(DictLease, "copy", property(failed))
+    with pytest.raises(Unavailable, match="the GPU failed"):
+        call(connection, BlockGet(0, [*KEYS]))
     monkeypatch.setattr(blockservice, "BATCH_BYTES_MAX", 3 * COPY_BYTES)
     with pytest.raises(TooLarge, match="ask for fewer"):
         call(connection, BlockGet(0, [*KEYS]))

@@ -15,7 +15,8 @@ import pytest
 
 from kvcomm.errors import ConfigError, Unauthenticated, Unavailable
 from kvcomm.rpc import AsyncPeers, Identity, iterate_async, run_async
-from kvcomm.steps import Answer, Ask, Emit, Steps, Submit, Wait, ask_all
+from kvcomm.rpc.asynchronous import WORKERS
+from kvcomm.steps import Answer, Ask, Emit, Steps, Submit, Wait, Work, ask_all
 from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
     BlockCopies,
@@ -430,3 +431,57 @@ def test_waiting_twice_gives_the_same_answer(service: KeyValues) -> None:
 
     with served(service) as server:
         run(main(server.address))
+
+
+def one(call: Callable[[float], Any], timeout_s: float | None = None) -> Steps[Any]:
+    return (yield Work(call, timeout_s))
+
+
+def test_work_runs_beside_the_loop_and_what_it_raises_ends_the_operation() -> None:
+    def fail(deadline: float) -> None:
+        raise Unavailable("it failed")
+
+    async def main() -> None:
+        peers = AsyncPeers(IDENTITY)
+        thread = await run_async(one(lambda deadline: threading.current_thread()), peers, soon())
+        assert thread is not threading.current_thread()
+        with pytest.raises(Unavailable, match="it failed"):
+            await run_async(one(fail), peers, soon())
+        await peers.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await run_async(one(fail), peers, soon())
+        await asyncio.to_thread(thread.join, PATIENCE_S)
+        assert not thread.is_alive()
+
+    asyncio.run(main())
+
+
+def test_work_for_which_no_thread_is_free_ends_at_its_deadline_too() -> None:
+    free = threading.Event()
+    at_work: list[float] = []
+
+    def hold(deadline: float) -> None:
+        at_work.append(deadline)
+        assert free.wait(PATIENCE_S)
+
+    async def main() -> None:
+        peers = AsyncPeers(IDENTITY)
+        holding = [asyncio.create_task(run_async(one(hold), peers, soon())) for _ in range(WORKERS)]
+        await eventually(lambda: len(at_work) == WORKERS)
+        begun = time.monotonic()
+        until_s = await run_async(one(lambda deadline: deadline - time.monotonic(), 0.05), peers, soon())
+        assert -1 < until_s <= 0 and not free.is_set(), "its time was over, and nobody was free yet"
+        assert time.monotonic() - begun >= 0.05
+        given_up = asyncio.create_task(run_async(one(at_work.append), peers, soon()))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        free.set()
+        await asyncio.gather(*holding)
+        assert given_up.cancelled() and len(at_work) == WORKERS, "what nobody waits for is not begun"
+        await peers.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        free.set()

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import mmap
+import os
 import random
 import threading
 
@@ -143,6 +144,35 @@ def test_memory_that_cannot_be_registered_is_used_without() -> None:
     copies = [slabs.take(4 << 20) for _ in range(9)]
 
     assert len(nic.known) == 1 and len(copies) == 9
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_parent_and_forked_child_share_no_bytes_and_no_registrations() -> None:
+    slabs, nic = Slabs(), Nic()
+    slabs.register_with("nic", nic.register)
+    kept = slabs.take(2 * SMALL_BYTES)
+    kept[:4] = b"kept"
+    free = slabs.take(2 * SMALL_BYTES)
+    with slabs._lock:  # by a thread that the child does not have
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                mine, own = slabs.take(2 * SMALL_BYTES), Nic()
+                mine[:4], free[:4] = b"mine", b"late"
+                right = bytes(kept[:4]) == b"kept" and len(nic.known) == 1
+                slabs.register_with("nic", own.register)
+                kept[:4] = b"else"
+                del free
+                slabs.unregister("nic")
+                status = 0 if right and nic.closed_count == 0 and own.closed_count == 1 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(kept[:4]) == b"kept"
+    next_one = slabs.take(2 * SMALL_BYTES)
+    assert bytes(next_one[:4]) == bytes(4) and bytes(free[:4]) == bytes(4)
 
 
 def _within(copy: memoryview, slab: memoryview) -> bool:

@@ -168,6 +168,37 @@ def test_a_single_way_is_not_measured(
     assert make_bench(offered=["tcp"]).attach().transport == "tcp"
 
 
+class Hole(Wire):
+    """Opens channels that carry nothing: what is read is never there."""
+
+    def connect(self, offer: bytes, header: RegionHeader, ask: Any, deadline: float) -> Any:
+        channel = super().connect(offer, header, ask, deadline)
+        channel.read = lambda extents, into, deadline: [Operation(deadline) for _ in extents]
+        return channel
+
+    def wait(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            threading.Event().wait(max(0.0, operation.deadline - time.monotonic()))
+            operation.fail(Unavailable("the pool did not answer in time"))
+
+
+def test_a_wire_that_carries_nothing_leaves_time_for_the_next(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.wires.found().running["verbs"] = Hole("verbs")
+    attachment = bench.attach(AttachOptions(prefault=False, attach_timeout_s=0.4))
+
+    assert attachment.transport == "tcp"
+    assert attachment.refused.unusable == {"verbs": "the pool did not answer in time"}
+
+
+def test_a_single_wire_that_carries_nothing_is_not_used(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(offered=["verbs"])
+    bench.wires.found().running["verbs"] = Hole("verbs")
+
+    with pytest.raises(Unusable, match="verbs: the pool did not answer in time"):
+        bench.attach(AttachOptions(prefault=False, attach_timeout_s=0.2))
+
+
 def test_what_cannot_be_used_has_its_reason(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,9 @@ class ChannelWriters(RuleBasedStateMachine):
     @rule(holder=HOLDERS)
     def open_channel(self, holder: int) -> None:
         self.pool.owner.expose(holder)
+        if holder not in self.model.channels:  # nothing is written through it that was over before
+            mine = [each for each in self.model.writers if each.holder == holder]
+            self.model.forget([each for each in mine if each.expires_at <= self.now])
         self.model.channels.add(holder)
 
     @rule(data=st.data(), whole=st.booleans())

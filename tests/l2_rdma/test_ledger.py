@@ -1,4 +1,4 @@
-from l2_rdma.ledger import NONE, Ledger, total
+from l2_rdma.ledger import LATE_MAX, NONE, Ledger, total
 from l2_rdma.reader import ReaderCounters
 
 
@@ -20,6 +20,17 @@ def test_what_is_counted_outlives_the_attachment_and_never_goes_back() -> None:
     assert total(ledger.reads().values()).hits == 112
     assert (ledger.attach_count, ledger.lost_count) == (3, 1)
     assert ledger.fallbacks() == {("shm", "tcp"): 1, ("verbs", "tcp"): 2}
+
+
+def test_reads_that_end_after_their_attachment_are_counted() -> None:
+    ledger = Ledger()
+    counters = [ReaderCounters(hits=1) for _ in range(3 * LATE_MAX)]
+    for each in counters:
+        ledger.attached("tcp", each, [])
+        ledger.detached(each, lost=True)
+        each.unavailable += 1
+    assert ledger.reads() == {"tcp": ReaderCounters(hits=3 * LATE_MAX, unavailable=3 * LATE_MAX)}
+    assert len(ledger._late) == LATE_MAX
 
 
 def test_a_pool_that_nothing_reaches_is_a_fallback_to_nothing() -> None:

@@ -509,6 +509,20 @@ def test_a_slab_with_something_pinned_is_not_taken():
     assert pool.present(0) == [True]
 
 
+def test_a_slab_that_somebody_may_still_write_to_is_not_taken():
+    pool = OwnedMemory(slab_count=2, reservation_ttl_s=1.0)
+    pool.owner.extent(pool.reserve(0, holder=2).token)
+    for number in range(1, 2 * SLOTS):
+        assert pool.put(number) == "stored"
+    pool.owner.tick(5.0)
+
+    grant = pool.reserve(50, copy_bytes=SLAB_BYTES, now=5.0)
+
+    assert grant.status == "granted"
+    assert pool.present(*range(1, 2 * SLOTS)).count(True) == SLOTS - 1, "the slab with the late writer"
+    pool.owner.check()
+
+
 def test_a_size_out_of_use_gives_its_slabs_to_the_one_in_demand():
     pool = OwnedMemory(slab_count=4)
     for number in range(100, 103):

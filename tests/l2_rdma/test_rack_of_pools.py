@@ -59,6 +59,16 @@ def agent_of(
     return agent
 
 
+def test_pools_are_known_before_anything_is_asked_of_them() -> None:
+    agent = RackAgent([Pool("pool-0", dead_address()), Pool("pool-1", dead_address())], ["tcp"])
+    with contextlib.closing(agent):
+        views = agent.tier.stats().pools
+    assert [(view.node, view.state, view.transport, view.problem) for view in views] == [
+        ("pool-0", "alive", "", ""),
+        ("pool-1", "alive", "", ""),
+    ]
+
+
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
@@ -441,8 +451,8 @@ def test_a_forked_child_attaches_to_all_for_itself(
     if child == 0:
         status = 1
         try:
-            right = list(agent.get(*numbers)) == numbers and agent.put(copy_of(99)) == ["stored"]
-            right = right and agent.transports() == [way] * 3
+            until(lambda: list(agent.get(*numbers)) == numbers)  # a busy host attaches slowly
+            right = agent.put(copy_of(99)) == ["stored"] and agent.transports() == [way] * 3
             agent.close()
             status = 0 if right else 2
         finally:
@@ -468,3 +478,76 @@ def test_a_call_without_time_costs_nobody_their_pools(
     assert list(agent.get(*range(12))) == list(range(12))
     stats = agent.tier.stats()
     assert (stats.attach_count, stats.lost_count) == (attach_count, 0)
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_put_without_time_costs_nobody_their_pools(
+    tmp_path: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    attach_count = agent.tier.stats().attach_count
+    copies = [copy_of(number) for number in range(12)]
+    monkeypatch.setattr(agent.tier, "_clock", lambda: 100.0)  # however busy this host is
+    for _ in range(3):
+        told = run_blocking(agent.tier.put(copies), agent.peers, time.monotonic())
+        assert told == ["unavailable"] * 12
+    assert all(member.may_put() for member in agent.tier._members.values()), "none is left out now"
+    until(lambda: set(agent.put(*copies)) <= {"stored", "present"})
+    stats = agent.tier.stats()
+    assert (stats.attach_count, stats.lost_count) == (attach_count, 0)
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_what_has_its_home_in_a_pool_that_is_not_attached_is_unknown_not_absent(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way, count=2), way, stack)
+    mine, theirs = (agent.numbers(node, 2, NODES[:2]) for node in NODES[:2])
+    agent.put(copy_of(mine[0]))
+    agent.tier._members["pool-1"].close()
+
+    assert agent.lookup(*mine, *theirs) == [True, False, None, None]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_forked_child_leaves_whatever_the_parents_threads_were_doing(
+    tmp_path: Path, stack: contextlib.ExitStack, way: str
+) -> None:
+    agent = agent_of(threads(tmp_path, stack, way), way, stack)
+    assert agent.put(copy_of(1)) == ["stored"]
+    tier = agent.tier
+    locks = [tier._lock, tier._ledger._lock, tier._wires._lock]
+    locks += [member._lock for member in tier._members.values()]
+    with contextlib.ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            status = 1
+            try:
+                status = 0 if not tier.stats().attached else 2
+                tier.close()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(agent.get(1)) == [1] and tier.stats().lost_count == 0
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_closes_without_a_word_takes_nothing_from_its_parent(
+    tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
+    agent = agent_of(threads(tmp_path, stack), "tcp", stack)
+    assert agent.put(copy_of(1)) == ["stored"]
+    child = os.fork()
+    if child == 0:
+        try:
+            agent.tier.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert list(agent.get(1)) == [1] and agent.tier.stats().lost_count == 0

@@ -244,3 +244,42 @@ def test_an_owner_that_ends_leaves_nothing(tmp_path):
 
     assert owner.stdout.strip()
     assert list(tmp_path.iterdir()) == []
+
+
+_HUGE = """
+from pathlib import Path
+from kvcomm.block import Incarnation
+from l2_rdma.layout import plan_layout
+from l2_rdma.region import Region
+from tests.l2_rdma.regions import TENANT
+
+region = Region.create(
+    Path("/mnt"), instance="i", node="n", tenant=TENANT, incarnation=Incarnation(1),
+    layout=plan_layout(64 << 20),
+)
+region.back(1 << 30)
+region.populate(0, region.header.layout.slots_end)
+mapped, ours = 0, False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    ours = str(region.path) in line or (ours and "-" not in line.split()[0])
+    if ours and line.startswith("ShmemPmdMapped"):
+        mapped += int(line.split()[1])
+region.close()
+print(mapped)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_region_takes_the_huge_pages_that_its_directory_gives():
+    mount = "mount -t tmpfs -o huge=within_size,size=128m tmpfs /mnt"
+    there = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
+    if there.returncode:
+        pytest.skip(f"no file system with huge pages can be mounted here: {there.stderr.strip()}")
+    run = [sys.executable, "-c", _HUGE]
+    said = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *run],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert int(said.stdout) >= 2 << 10, "KiB; all of it unless memory is in pieces"

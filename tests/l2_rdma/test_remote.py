@@ -569,6 +569,81 @@ def test_a_pool_that_does_not_answer_is_silent_and_a_short_deadline_says_nothing
         assert (reader.failure is not None, reader.silent) == (silent, silent)
 
 
+def test_a_short_deadline_says_nothing_of_a_pool_however_late_it_is_seen(wire: Wire) -> None:
+    now = [100.0]
+
+    def expire(extent: Extent) -> KVCommError:
+        now[0] += 5.0  # there was something else to do
+        return Unavailable("no answer in time")
+
+    wire.fails, wire.holding = expire, True
+    reader = RemoteReader(wire, wire, clock=lambda: now[0])
+    assert reader.lookup(keys_of(1, 2), now[0] + 0.01) == [None, None]
+    assert reader.failure is None
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_run_that_is_taken_slowly_is_read_again_and_blames_nobody(wire: Wire, taken: int) -> None:
+    now = [100.0]
+    reader = RemoteReader(wire, wire, clock=lambda: now[0])
+    fetch = reader.fetch(keys_of(*range(2, 7)))
+    wire.holding = True
+    fetch.pump(now[0] + 60)
+    for position in range(taken):  # from then on all the others are under way
+        fetch.advance(position, now[0] + 60)
+        assert fetch.take(position) is not None
+    overdue = list(wire.held)
+    assert overdue and not fetch.done(taken)
+    now[0] += 10
+
+    def expire(extent: Extent) -> KVCommError | None:
+        return Unavailable("no answer in time") if overdue and overdue.pop() else None
+
+    wire.fails = expire
+    for position in range(taken, 5):
+        fetch.advance(position, now[0] + 50)
+        assert fetch.take(position) is not None
+    assert (reader.failure, reader.counters.misses, reader.counters.retries) == (None, 0, 0)
+    assert fetch._held_bytes == fetch._held_count == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_waits_on_the_same_wire_waits_for_all(wire: Wire, pool: SharedPool, shared: bool) -> None:
+    now = [100.0]
+    reader = RemoteReader(wire, wire, clock=lambda: now[0])
+    other_wire: Any = wire if shared else Wire(pool)
+    beside = RemoteReader(other_wire, other_wire, clock=lambda: now[0]).fetch(keys_of(2))
+    fetch = reader.fetch(keys_of(3))
+    wire.holding = True
+    fetch.pump(now[0] + 60)
+    overdue = list(wire.held)
+    now[0] += 10
+    fetch.waited_with(beside)
+
+    wire.fails = lambda _: Unavailable("no answer in time") if overdue and overdue.pop() else None
+    fetch.advance(0, now[0] + 50)
+    assert (fetch.take(0) is None, reader.silent) == (shared, shared)
+
+
+def test_a_pool_that_is_silent_after_the_run_was_left_alone_is_waited_for_once(wire: Wire) -> None:
+    now = [100.0]
+    reader = RemoteReader(wire, wire, timeout_s=2.0, clock=lambda: now[0])
+    fetch = reader.fetch(keys_of(2, 3))
+    wire.holding = True
+    fetch.pump(200.0)
+    now[0] += 10
+
+    def expire(extent: Extent) -> KVCommError:
+        now[0] = max(now[0], wire.held[0][0].deadline if wire.held else 0.0)
+        return Unavailable("no answer in time")
+
+    wire.fails = expire
+    for position in range(2):
+        fetch.advance(position, 200.0)
+        assert fetch.take(position) is None
+    assert reader.silent and 111 < now[0] < 113
+
+
 def test_runs_are_what_follows_each_other_and_no_longer_than_a_piece() -> None:
     assert _runs([]) == []
     assert _runs([5]) == [(0, 1)]

@@ -457,6 +457,7 @@ def test_a_grant_of_another_pools_life_is_not_written_to(pool, make_agent):
         (Failure("too_large", ""), "too_large"),
         (BlockReserved([Grant("full")]), "full"),
         (BlockReserved([Grant("pending")]), "pending"),
+        (BlockReserved([]), "refused"),
     ],
 )
 def test_what_the_pool_says_becomes_a_status(pool, make_agent, reply, status):
@@ -464,6 +465,13 @@ def test_what_the_pool_says_becomes_a_status(pool, make_agent, reply, status):
 
     assert result == [status]
     assert kinds(asked) == [BlockReserve]
+
+
+@pytest.mark.parametrize("statuses", [[], ["stored", "stored"]])
+def test_an_answer_for_other_copies_than_were_put_is_none(pool, make_agent, statuses):
+    result, _ = drive(make_agent(pool.address).tier.put([copy_of(1, SMALL)]), [BlockStored(statuses)])
+
+    assert result == ["refused"]
 
 
 def test_a_pool_that_does_not_answer_is_not_asked_for_every_batch(pool, make_agent, monkeypatch):

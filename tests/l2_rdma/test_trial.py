@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,20 @@ def test_the_kernel_ends_a_child_whose_time_is_up(tmp_path: Path) -> None:
     directory = tempfile.mkdtemp(prefix="kvc-", dir=tmp_path)
     with child("serve", order(timeout_s=1.0, directory=directory)) as server:
         assert server.wait(PATIENCE_S) == -signal.SIGALRM
+
+
+def test_a_pool_that_stands_still_is_refused_while_there_is_time(tmp_path: Path) -> None:
+    address = tmp_path / "pool"
+    with socket.socket(socket.AF_UNIX) as pool:
+        pool.bind(str(address))
+        pool.listen()
+        still = order(
+            "tcp", timeout_s=8.0, address=f"unix://{address}", token=Credentials(SECRET).token(TENANT)
+        )
+        with child("read", still) as reader:
+            said, _ = reader.communicate(timeout=PATIENCE_S)
+    assert reader.returncode == 0
+    assert str(address) in msgspec.json.decode(said, type=Outcome).refused
 
 
 def test_the_reader_measures_a_pool_and_says_so_in_one_line() -> None:

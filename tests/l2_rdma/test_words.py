@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -139,3 +140,17 @@ def test_closing_ends_who_waits_for_a_word(mapped):
     assert [error.message for error in problems] == ["the region is closed"]
     with pytest.raises(Unavailable, match="closed"):
         other.compare_swap(WORD + 8, 0, 1, soon())
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_closes_what_a_thread_of_its_parent_was_using(mapped):
+    words = mapped.open()
+    with words._mine:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)  # of what is inherited nothing but this would end it
+            words.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert words.fetch_add(WORD, 1, soon()) == 0

@@ -156,6 +156,9 @@ def test_a_killed_pool_costs_no_block_and_comes_back_as_another(rack: Cluster, w
             return all(view.transport == way for view in other.pools())
 
         eventually(attached_again)
+        numbers = other.metrics()
+        assert numbers["kvcomm_pool_losses_total"] == 1
+        assert numbers['kvcomm_pools{state="alive"}'] == 2 and numbers['kvcomm_pools{state="away"}'] == 0
         publish(other, fresh)
         with rack.client() as reader:
             assert fetch(reader, fresh).tiers["l2"] == 16 * BLOCKS

@@ -135,6 +135,8 @@ def _move(
     tile_words = layout.heads * layout.page_tokens * row_words
     program_words = min(_PROGRAM_WORDS_MAX, 1 << (tile_words - 1).bit_length())
     planes = 2 * layout.layers
+    reach = layout.page_tokens * layout.token_stride + layout.heads * layout.head_stride + layout.row_bytes
+    words_inside = max(reach // word_bytes, per_block * tile_words)
     grid = (count * per_block * planes, -(-tile_words // program_words))
     on_gpu = layout.device.type == "cuda"  # else it is Triton's interpreter, in tests
     with torch.cuda.device(layout.device) if on_gpu else nullcontext():
@@ -143,7 +145,7 @@ def _move(
             table,
             first,
             stride,
-            pages.to(layout.device),
+            pages.to(layout.device).contiguous(),  # often columns of an engine's wider block table
             PLANES=planes,
             WORD_BYTES=word_bytes,
             ALIGNED=alignment == _ALIGNMENT,
@@ -156,6 +158,7 @@ def _move(
             HEAD_STRIDE=layout.head_stride // word_bytes,
             PROGRAM_WORDS=program_words,
             TO_PAYLOAD=to_payload,
+            WIDE=words_inside + program_words >= 1 << 31,
             num_warps=8 if program_words >= 2048 else 4,
         )
 

@@ -25,12 +25,13 @@ def move(  # type: ignore[no-untyped-def]
     HEAD_STRIDE: tl.constexpr,
     PROGRAM_WORDS: tl.constexpr,
     TO_PAYLOAD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One (layer, K or V) of one page of one block.
 
     ``bases`` int64 [layer * 2] are addresses; those of the payloads are ``table``, int64 [block], or,
     without it, ``first + block * stride``; ``pages`` integers [block,
-    page]. Strides are in words.
+    page]. Strides are in words; ``WIDE`` = those inside a page reach further than 32 bits.
     """
     plane = tl.program_id(0) % PLANES  # next to each other in a payload, so neighbours in time, too
     page_of_block = (tl.program_id(0) // PLANES) % PAGES_A_BLOCK
@@ -57,7 +58,10 @@ def move(  # type: ignore[no-untyped-def]
     page = tl.load(pages + block * PAGES_A_BLOCK + page_of_block).to(tl.int64)
 
     TILE_WORDS: tl.constexpr = HEADS * PAGE_TOKENS * ROW_WORDS
-    at = tl.program_id(1) * PROGRAM_WORDS + tl.arange(0, PROGRAM_WORDS)
+    tile = tl.program_id(1)
+    if WIDE:
+        tile = tile.to(tl.int64)  # and with it all that is made from it; 32 bits are faster
+    at = tile * PROGRAM_WORDS + tl.arange(0, PROGRAM_WORDS)
     inside = at < TILE_WORDS
     in_row = at % ROW_WORDS
     token = (at // ROW_WORDS) % PAGE_TOKENS
@@ -65,7 +69,7 @@ def move(  # type: ignore[no-untyped-def]
 
     engine = base + page * PAGE_STRIDE + (token * TOKEN_STRIDE + head * HEAD_STRIDE + in_row)
     block_tokens: tl.constexpr = PAGE_TOKENS * PAGES_A_BLOCK
-    first = plane.to(tl.int64) * (HEADS * block_tokens * ROW_WORDS) + page_of_block * (
+    first = plane.to(tl.int64) * (HEADS * block_tokens * ROW_WORDS) + page_of_block.to(tl.int64) * (
         PAGE_TOKENS * ROW_WORDS
     )
     mine = payload + first + (head * (block_tokens * ROW_WORDS) + token * ROW_WORDS + in_row)

@@ -7,6 +7,7 @@ and their bytes stay what they were.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -34,7 +35,7 @@ from kvcomm.wire.messages import (
 from l2_rdma.layout import RegionHeader
 from l2_rdma.pins import PinTable
 from l2_rdma.transports.cuda.gpu import DeviceBuffer
-from l2_rdma.transports.cuda.reader import CudaReader, DeviceBlock
+from l2_rdma.transports.cuda.reader import CudaReader, DeviceBlock, check_length
 from l2_rdma.transports.cuda.transport import CudaChannel, CudaTransport
 
 ALIVE_INTERVAL_S = 0.05
@@ -44,7 +45,8 @@ M = TypeVar("M", bound=Message)
 
 
 class AttachedPool:
-    """Made by :meth:`attach`.  Reading is thread-safe, :meth:`put` is not."""
+    """Made by :meth:`attach`.  Reading is thread-safe, also beside a :meth:`put`; two puts at a time are not,
+    and nothing beside :meth:`close`."""
 
     def __init__(
         self, connection: Connection, channel: CudaChannel, pins: PinTable, clock: Callable[[], float]
@@ -52,6 +54,7 @@ class AttachedPool:
         self.channel = channel
         self.reader = CudaReader(channel.region, pins, clock)
         self._connection = connection
+        self._asking = threading.Lock()  # a connection serves one call at a time
         self._clock = clock
         self._alive_until = 0.0
         self._closed = False
@@ -110,9 +113,12 @@ class AttachedPool:
         if self._closed or self.channel.broken is not None:
             return False
         now = self._clock()
-        if now >= self._alive_until:
-            if not self._connection.alive():
-                return False
+        if now >= self._alive_until and self._asking.acquire(blocking=False):  # else somebody is asking
+            try:
+                if not self._connection.alive():
+                    return False
+            finally:
+                self._asking.release()
             self._alive_until = now + ALIVE_INTERVAL_S
         return True
 
@@ -130,13 +136,17 @@ class AttachedPool:
         """Store payloads that are on this process's GPU: reserve, copy from GPU to GPU, publish.
 
         Args:
-            blocks: each header's ``payload_checksum`` is :meth:`CudaReader.digest` of the payload.
+            blocks: each header's ``payload_checksum`` is :meth:`CudaReader.digest` of the payload, which no
+                stream may be writing to any more.
 
         Raises:
+            PayloadError: a payload is not as long as its header says; nothing was stored.
             Unavailable, OutcomeUnknown: the pool did not answer.
         """
+        for header, payload in blocks:
+            check_length(header, payload)
         wants = [Want(header.key, HEADER_BYTES + header.payload_bytes) for header, _ in blocks]
-        grants = _asked(self._connection, BlockReserve(wants), BlockReserved, deadline).grants
+        grants = self._ask(BlockReserve(wants), BlockReserved, deadline).grants
         statuses: list[PutStatus] = ["refused"] * len(blocks)
         written: list[tuple[int, int]] = []
         for index, (grant, (header, payload)) in enumerate(zip(grants, blocks, strict=True)):
@@ -145,7 +155,7 @@ class AttachedPool:
                 continue
             pin = self.reader.begin_write(grant.offset, grant.generation, wants[index].copy_bytes)
             if pin is None:
-                _asked(self._connection, BlockAbort([grant.token]), Message, deadline)
+                self._ask(BlockAbort([grant.token]), Message, deadline)
                 statuses[index] = "expired"
                 continue
             try:
@@ -155,10 +165,14 @@ class AttachedPool:
             written.append((index, grant.token))
         if written:
             tokens = [token for _, token in written]
-            answers = _asked(self._connection, BlockPublish(tokens), BlockPublished, deadline).statuses
+            answers = self._ask(BlockPublish(tokens), BlockPublished, deadline).statuses
             for (index, _), status in zip(written, answers, strict=True):
                 statuses[index] = "stored" if status == "published" else cast("PutStatus", status)
         return statuses
+
+    def _ask(self, question: Message, answer: type[M], deadline: float) -> M:
+        with self._asking:
+            return _asked(self._connection, question, answer, deadline)
 
     def close(self) -> None:
         """Leave the pool.  No array made from a view may be in use any more: the memory is unmapped."""

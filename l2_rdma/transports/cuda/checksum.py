@@ -137,7 +137,12 @@ def _compiled(nvrtc: Any, capability: tuple[int, int]) -> bytes:
         nvrtc.nvrtcGetProgramLog(program, text)
         return str("\n" + text.decode(errors="replace").rstrip("\0"))
 
-    status, program = nvrtc.nvrtcCreateProgram(CUDA_SOURCE.encode(), b"xxh3.cu", 0, [], [])
+    try:
+        status, program = nvrtc.nvrtcCreateProgram(CUDA_SOURCE.encode(), b"xxh3.cu", 0, [], [])
+    except RuntimeError as error:  # the bindings are there, and look for the library now
+        raise Unavailable(
+            f"CUDA's run-time compiler is not here (pip install kvcomm[gpu]): {error}"
+        ) from error
     if int(status):
         raise Unavailable("CUDA's run-time compiler cannot be used (pip install kvcomm[gpu])")
     architecture = f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode()

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+HANDLE_BYTES = 64
+"""Of what :meth:`Gpu.export` makes."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
@@ -108,7 +111,11 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    """One GPU.  Thread-safe.  Every method raises ``Unavailable`` if the GPU fails."""
+    """One GPU.  Thread-safe.  Every method raises ``Unavailable`` if the GPU fails.
+
+    CUDA keeps a current GPU for each thread, and methods may leave this one there: a process that computes on
+    several names its own before it goes on.
+    """
 
     uuid: bytes
     """16 bytes, equal in all processes."""

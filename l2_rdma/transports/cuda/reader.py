@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +28,10 @@ from kvcomm.errors import Corrupt, PayloadError, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, SUSPECT_COUNT, SUSPECT_FIRST_WORD, WORD_BYTES
+from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.reader import VERIFIED_MAX, ReaderCounters
-from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Stream
+from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker, Stream
 from l2_rdma.transports.cuda.region import CudaRegion
 from l2_rdma.transports.cuda.xxh3 import LONG_BYTES_MIN, POINTER_ALIGNMENT
 
@@ -151,7 +152,8 @@ class CudaReader:
         """Copy payloads into buffers on this process's GPU; the header of each, ``None`` for a miss, whose
         buffer holds anything.
 
-        All copies are enqueued before one is waited for.
+        All copies are enqueued before one is waited for, beside whatever other streams do: none may be using
+        the buffers still.
 
         Raises:
             PayloadError: a buffer is not as long as its payload.
@@ -169,7 +171,7 @@ class CudaReader:
                 pins += [number for _, _, number in pinned]
                 for index, known, _ in pinned:
                     buffer, header = into[index], known.header
-                    _check_length(header, buffer)
+                    check_length(header, buffer)
                     copy(buffer.pointer, known.address, buffer.nbytes)
                     headers[index] = header
             self.counters.hits += len(pins)
@@ -177,7 +179,7 @@ class CudaReader:
             blocks = self.view([keys[index] for index in new]) if new else []
             for index, block in zip(new, blocks, strict=True):
                 if block is not None:
-                    _check_length(block.header, into[index])
+                    check_length(block.header, into[index])
                     copy(into[index].pointer, block.payload.pointer, block.payload.nbytes)
                     headers[index] = block.header
         finally:
@@ -321,7 +323,7 @@ class CudaReader:
         header, _ = self._header(hint, key)
         if header is None:
             return None
-        _check_length(header, into)
+        check_length(header, into)
         self._stream.copy(into.pointer, self.region.address(hint.offset + HEADER_BYTES), into.nbytes)
         self._stream.wait()
         full_fence()
@@ -338,15 +340,28 @@ class CudaReader:
         return header
 
     def _await(self, deadline: float) -> None:
-        idle, clock = self._stream.idle, self._clock
-        begun = clock()
-        while not idle():
-            now = clock()
-            if now >= deadline:
+        """Until our copies are over.  An idle stream says so for less than an event does, but with other
+        threads at work it may never be idle: then an event says it."""
+        clock = self._clock
+        over, begun = self._stream.idle, clock()
+        marker: Marker | None = None
+        try:
+            while not over():
+                now = clock()
+                if now >= deadline:
+                    raise Unavailable("the copies were not over in time")
+                if now - begun > _SPIN_S:
+                    if marker is None:
+                        marker = self._stream.mark()
+                        over = marker.done
+                    time.sleep(_NAP_S)
+        except BaseException:  # an interrupt, too: the buffers are the caller's again, and the pins go
+            with suppress(Unavailable):  # then the GPU itself failed, and its copies with it
                 self._stream.wait()
-                raise Unavailable("the copies were not over in time")
-            if now - begun > _SPIN_S:
-                time.sleep(_NAP_S)
+            raise
+        finally:
+            if marker is not None:
+                marker.release()
 
     def _word(self, offset: int) -> int:
         return self._words[offset // WORD_BYTES + _GENERATION_WORD]
@@ -357,7 +372,7 @@ class CudaReader:
 
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1
-        self._words[SUSPECT_FIRST_WORD + offset // HEADER_BYTES % SUSPECT_COUNT] = offset
+        self._words[suspect_word(offset)] = offset
 
 
 def _growing(count: int) -> Iterator[tuple[int, int]]:
@@ -372,6 +387,7 @@ def _fits_kernels(payload: DeviceBuffer) -> bool:
     return payload.nbytes >= LONG_BYTES_MIN and payload.pointer % POINTER_ALIGNMENT == 0
 
 
-def _check_length(header: BlockHeader, into: DeviceBuffer) -> None:
+def check_length(header: BlockHeader, into: DeviceBuffer) -> None:
+    """Raises ``PayloadError`` unless the buffer is as long as the payload."""
     if into.nbytes != header.payload_bytes:
         raise PayloadError(f"the payload is {header.payload_bytes} bytes, the buffer {into.nbytes}")

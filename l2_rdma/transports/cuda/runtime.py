@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
@@ -16,10 +17,10 @@ from typing import Any
 
 from kvcomm.errors import ConfigError, Refused, Unavailable
 from l2_rdma.transports.cuda.checksum import DigestKernels
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES
 
 ALLOCATION_UNIT_BYTES = 2 << 20
 """CUDA cuts smaller allocations from shared ones, and a handle always means the whole."""
-_IDLE_EVENTS_MAX = 1024
 
 _exported: dict[bytes, int] = {}
 """Handles of this process's own memory: CUDA maps only other processes'."""
@@ -69,7 +70,8 @@ class CudaGpu:
         """Handle to (address, how often); CUDA maps a handle once a process."""
         self._kernels: DigestKernels | None = None
         self._nvrtc = nvrtc
-        self.idle_events: deque[Any] = deque(maxlen=_IDLE_EVENTS_MAX)
+        self.idle_events: deque[Any] = deque()
+        """As many as were ever in use at once, which the flights of the channels bound."""
         self.use()
         self.call("cudaFree", 0)  # makes the context
         properties = self.call("cudaGetDeviceProperties", ordinal)
@@ -100,7 +102,7 @@ class CudaGpu:
 
     def export(self, pointer: int) -> bytes:
         self.use()
-        handle = bytes(self.call("cudaIpcGetMemHandle", pointer).reserved)
+        handle = handle_bytes(self.call("cudaIpcGetMemHandle", pointer))
         _exported[handle] = pointer
         return handle
 
@@ -128,8 +130,7 @@ class CudaGpu:
 
     def _map(self, handle: bytes) -> int:
         self.use()
-        raw = self.runtime.cudaIpcMemHandle_t()
-        raw.reserved = handle
+        raw = handle_from(self.runtime, handle)
         status, pointer = self.runtime.cudaIpcOpenMemHandle(raw, self.runtime.cudaIpcMemLazyEnablePeerAccess)
         if int(status):
             raise Refused(f"{self.name} cannot map the pool's memory: {_text(self.runtime, status)}")
@@ -266,6 +267,19 @@ def dma_buf_support(gpu: CudaGpu, pointer: int, nbytes: int) -> str:
         return f"no: {driver.CUresult(int(status)).name}"
     os.close(int(descriptor))
     return "yes"
+
+
+def handle_bytes(raw: Any) -> bytes:
+    """Of CUDA's structure, taken from its memory: some versions of the bindings have no name for them."""
+    return ctypes.string_at(raw.getPtr(), HANDLE_BYTES)
+
+
+def handle_from(runtime: Any, handle: bytes) -> Any:
+    """The structure again."""
+    assert len(handle) == HANDLE_BYTES, "whoever brought it has looked at its length"
+    raw = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(raw.getPtr(), handle, HANDLE_BYTES)
+    return raw
 
 
 def _text(runtime: Any, status: Any) -> str:

@@ -28,7 +28,7 @@ from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from l2_rdma.copying import address_of, copy_bytes
 from l2_rdma.layout import WORD_BYTES, RegionHeader
 from l2_rdma.region import host_id
-from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES, DeviceBuffer, Gpu, Marker
 from l2_rdma.transports.cuda.locked import LockedMemory
 from l2_rdma.transports.cuda.provider import CudaAnswer, CudaOffer, CudaProposal
 from l2_rdma.transports.cuda.region import CudaRegion
@@ -77,11 +77,11 @@ class CudaTransport:
         self._loop = PollLoop(self._poll, clock)
 
     def register(self, buffer: memoryview) -> CudaRegistration:
+        self._require_open()
         return CudaRegistration(self._locked, buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> CudaChannel:
-        if self._closed:
-            raise ValueError("the transport is closed")
+        self._require_open()
         try:
             offered = msgspec.msgpack.decode(offer, type=CudaOffer)
             if offered.host != host_id():
@@ -90,13 +90,21 @@ class CudaTransport:
             where = msgspec.msgpack.decode(answered, type=CudaAnswer)
         except msgspec.DecodeError as error:
             raise Corrupt(f"an offer of GPU memory that is none: {error}") from error
+        if len(where.handle) != HANDLE_BYTES:
+            raise Corrupt(f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(where.handle)}")
         region = CudaRegion.map(where.path, header.tenant, self.gpu, where.handle)
         if region.header != header:
             region.close()
             raise Unavailable(f"{where.path} is of another life of the pool")
-        channel = CudaChannel(region, self._locked, self._clock)
+        try:
+            channel = CudaChannel(region, self._locked, self._clock)
+        except BaseException:
+            region.close()
+            raise
         with self._lock:
-            self._channels = [each for each in self._channels if each.broken is None] + [channel]
+            if self._closed:
+                channel.close()
+            self._channels = [each for each in [*self._channels, channel] if not each.closed]
         return channel
 
     def wait(self, operations: Sequence[Operation]) -> None:
@@ -109,6 +117,10 @@ class CudaTransport:
         for channel in channels:
             channel.close()
         self._locked.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the transport is closed")
 
     def _drain(self) -> None:
         for channel in self._open_channels():
@@ -132,27 +144,26 @@ class CudaTransport:
 
 
 class CudaRegistration:
-    """Host memory locked in place, until :meth:`close` or the last reference is gone.  Where the system
-    refuses,
-    ``refusal`` says why, and copies take the way of other host memory."""
+    """Host memory locked in place, until :meth:`close`, or until memory is locked or unlocked after the last
+    reference is gone.  Where the system refuses, ``refusal`` says why, and copies take the way of other host
+    memory."""
 
     def __init__(self, locked: LockedMemory, buffer: memoryview) -> None:
-        address = address_of(buffer)
-        self.refusal = locked.lock(address, buffer.nbytes)
-        self._unlock = weakref.finalize(self, _unlock, locked, address if not self.refusal else 0, buffer)
-        self._unlock.atexit = False  # CUDA may be gone by then; the system unlocks it
+        self._locked = locked
+        self._address = address_of(buffer)
+        self.refusal = locked.lock(self._address, buffer.nbytes)
+        address = self._address if not self.refusal else 0
+        self._forgotten = weakref.finalize(self, locked.give_back, address, buffer)  # keeps it until then
+        self._forgotten.atexit = False  # CUDA may be gone by then; the system unlocks it
 
     @property
     def pinned(self) -> bool:
-        return self._unlock.alive and not self.refusal
+        return self._forgotten.alive and not self.refusal
 
     def close(self) -> None:
-        self._unlock()
-
-
-def _unlock(locked: LockedMemory, address: int, buffer: memoryview) -> None:
-    """``buffer`` keeps the memory until then."""
-    locked.unlock(address)
+        known = self._forgotten.detach()
+        if known is not None and not self.refusal:
+            self._locked.unlock(self._address)
 
 
 class _Piece(NamedTuple):
@@ -199,6 +210,7 @@ class CudaChannel:
         self._flight_bytes = self._flight_copies = 0
         self._queue: deque[_Piece] = deque()
         self._error: KVCommError | None = None
+        self.closed = False
 
     @property
     def broken(self) -> KVCommError | None:
@@ -222,6 +234,7 @@ class CudaChannel:
             while begin < len(extents):
                 some = slice(begin, begin + length)
                 begin, length = begin + length, min(2 * length, _POSTED_AT_ONCE)
+                error = error or self._error  # enqueueing the ones before may have broken the channel
                 posted += [
                     self._post(extent, local, deadline, error, read=True)
                     for extent, local in zip(extents[some], into[some], strict=True)
@@ -256,13 +269,19 @@ class CudaChannel:
         with self._lock:
             if self._error is None:
                 self._break(Unavailable("the channel is closed"))
+            self.closed = True
+            with suppress(KVCommError):
+                self.region.close()
 
     def drain(self) -> None:
         """Until no copy is under way."""
         with self._lock:
-            while self._flights:
-                self._finish_all()
-                self._launch()
+            try:
+                while self._flights:
+                    self._finish_all()
+                    self._launch()
+            except KVCommError as error:
+                self._break(error)
 
     def progress(self) -> bool:
         """End what is over or overdue, and enqueue what waits; whether anything ended."""
@@ -411,7 +430,8 @@ class CudaChannel:
                 piece.operation.complete()
 
     def _break(self, error: KVCommError) -> None:
-        """Nothing works any more: first let copies end, then say so."""
+        """Nothing works any more: first let copies end, then say so.  The region stays mapped until
+        :meth:`close`: what others look at through it is not ours to take away."""
         if self._error is not None:
             return
         self._error = error
@@ -425,5 +445,3 @@ class CudaChannel:
         self._flight_bytes = self._flight_copies = 0
         for piece in pieces:
             piece.operation.fail(error)
-        with suppress(KVCommError):
-            self.region.close()

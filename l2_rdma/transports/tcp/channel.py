@@ -43,6 +43,7 @@ class TcpChannel:
         self._receiving = threading.Lock()
         self._posting = threading.Lock()
         self._broken: KVCommError | None = None
+        self._over = False  # broken, and everything has failed
 
     @property
     def broken(self) -> KVCommError | None:
@@ -74,21 +75,22 @@ class TcpChannel:
         self.break_off(Unavailable("the channel is closed"))
 
     def break_off(self, error: KVCommError) -> None:
-        """Everything fails, now and later.  Nothing touches any operation's memory after this."""
+        """Everything fails, now and later.  Nothing touches any operation's memory after this.  Idempotent;
+        what was interrupted is finished by the next call."""
         if not self._transport.ours:
             self._abandon(error)
             return
         with self._posting:
-            if self._broken is not None:
+            if self._over:
                 return
             for stream in self.streams:
                 stream.hang_up()  # whoever is receiving returns
         with self._receiving, self._posting:
-            if self._broken is None:
-                self._broken = error
-                for stream in self.streams:
-                    stream.fail(error)
-                    self._transport.forget(stream)
+            self._broken = self._broken or error
+            for stream in self.streams:
+                stream.fail(self._broken)
+                self._transport.forget(stream)
+            self._over = True
         self._transport.wake()
 
     def _abandon(self, error: KVCommError) -> None:

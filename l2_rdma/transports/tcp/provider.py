@@ -49,7 +49,7 @@ class TcpProvider:
     """The pool's side.  One thread serves all streams and sleeps while none has anything to say.
 
     Args:
-        host: the local address, or its name, to listen on; clients are told to call it.
+        host: the local address, or its name, to listen on; clients are told to call the address.
 
     Raises:
         Unavailable: nothing can listen there.
@@ -63,7 +63,8 @@ class TcpProvider:
         self._clock = clock
         self._process = os.getpid()
         self._listener = _listen(host)
-        self._offer = TcpOffer(host, self._listener.getsockname()[1])
+        # Not the name: a resolver keeps its own time, and a name may stand for several addresses.
+        self._offer = TcpOffer(*self._listener.getsockname()[:2])
         header = region.header
         self._welcome = WELCOME.pack(MAGIC, header.incarnation, header.layout.region_bytes)
         self._lock = threading.Lock()  # of what both the event loop and the thread use: the next two
@@ -199,11 +200,6 @@ class TcpProvider:
 
     def _welcome_stranger(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        try:
-            tune(accepted)
-        except OSError:
-            accepted.close()  # it was reset meanwhile
-            return
         serving = Serving(
             accepted,
             self._region,
@@ -212,7 +208,12 @@ class TcpProvider:
             self._clock() + HELLO_TIMEOUT_S,
             self._clock,
         )
-        self._epoll.register(accepted.fileno(), serving.interest)
+        try:
+            tune(accepted)
+            self._epoll.register(accepted.fileno(), serving.interest)
+        except OSError:
+            accepted.close()  # it was reset meanwhile, or is one more than the kernel watches for us
+            return
         self._strangers[serving] = None
         self._streams[accepted.fileno()] = serving
 

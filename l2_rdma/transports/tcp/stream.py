@@ -40,6 +40,8 @@ OWED_BYTES_MAX = 64 << 20
 _EACH_BYTES = 4096
 """What an operation counts for besides its bytes."""
 
+_SEND_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+"""No signal: our process may be one that SIGPIPE ends."""
 _ANY_HEAD = REPLY_HEADS[-1]
 _bin = memoryview(bytearray(BIN_BYTES))  # written by everybody, read by nobody
 
@@ -129,7 +131,7 @@ class Stream:
                 return False  # ended, or cut off, by ``expire``
             batch = self._requests(now)
             try:
-                sent = self.socket.sendmsg(batch, (), socket.MSG_DONTWAIT)
+                sent = self.socket.sendmsg(batch, (), _SEND_NOW)
             except BlockingIOError:
                 return False
             self._move_sent(sent)

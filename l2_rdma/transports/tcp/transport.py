@@ -208,9 +208,12 @@ class TcpTransport:
         with self._lock:
             self._earliest = _NEVER
             channels = {channel for channel, stream in self._channels.values() if stream in self._busy}
-        earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
-        with self._lock:
-            self._look_by(earliest)
+        earliest = now  # if we are interrupted: nobody else would look again
+        try:
+            earliest = min((channel.expire(now) for channel in channels), default=_NEVER)
+        finally:
+            with self._lock:
+                self._look_by(earliest)
 
     def _look_by(self, deadline: float) -> None:
         """Lock held: look for what is overdue then, at the latest."""
@@ -238,7 +241,7 @@ class TcpTransport:
     def _greet(self, connected: socket.socket, hello: bytes, header: RegionHeader, deadline: float) -> None:
         tune(connected)
         connected.settimeout(self._left_s(deadline))
-        connected.sendall(hello)
+        connected.sendall(hello, socket.MSG_NOSIGNAL)
         welcome = self._receive_whole(connected, WELCOME.size, deadline)
         magic, incarnation, region_bytes = WELCOME.unpack(welcome)
         if magic != MAGIC:

@@ -110,7 +110,7 @@ def _missing(transport: str) -> str | None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Which transports were tested, and why the others were not."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             transport = dict(getattr(report, "user_properties", [])).get(_PROPERTY)
@@ -118,11 +118,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 continue
             counts[transport][outcome] += 1
             if outcome == "skipped" and isinstance(report.longrepr, tuple):
-                reasons[transport] = report.longrepr[2].removeprefix("Skipped: ")
+                reasons[transport][report.longrepr[2].removeprefix("Skipped: ")] += 1
     if not counts:
         return
     terminalreporter.section("transports", sep="-")
     for transport, outcomes in counts.items():
         numbers = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        reason = f": {reasons[transport]}" if transport in reasons else ""
-        terminalreporter.write_line(f"{transport:<10} {numbers}{reason}")
+        terminalreporter.write_line(f"{transport:<10} {numbers}")
+        for reason, count in reasons[transport].items():
+            terminalreporter.write_line(f"{'':<10} {count} skipped: {reason}")

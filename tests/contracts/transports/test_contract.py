@@ -683,6 +683,8 @@ def test_a_closed_transport_takes_its_channels_with_it(link: Link) -> None:
     dead(link)
     with pytest.raises(ValueError, match="closed"):
         link.control.connect(link.transport)
+    with pytest.raises(ValueError, match="closed"):
+        link.transport.register(memoryview(bytearray(4096)))
 
 
 def test_a_holder_that_is_shut_out_writes_no_more(own_link: Link) -> None:

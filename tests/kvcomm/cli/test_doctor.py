@@ -18,7 +18,7 @@ from kvcomm.cli.app import app
 from kvcomm.cli.trials import Trial
 from kvcomm.config import parse_config
 from kvcomm.errors import ConfigError
-from kvcomm.instance import Instance, InstanceMissing, NodeRecord, process_start_time
+from kvcomm.instance import Instance, NodeRecord, process_start_time
 from l2_rdma.transports.port import WireOptions
 
 CONFIG = parse_config("cache: {l2_size: 1MiB, l3_size: 1MiB}\ncluster: {shards: 1}\n", ram_bytes=1 << 30)
@@ -202,5 +202,55 @@ def test_the_gpu_that_pools_are_on_is_the_one_that_is_tried(run: Doctor, fake: F
     assert fake.wires == [WireOptions(cuda_device=3)]
 
 
-def test_an_instance_that_is_not_there_is_said(run: Doctor) -> None:
-    assert isinstance(run("--instance", "none").exception, InstanceMissing)
+def test_an_instance_that_is_not_there_is_told_among_the_rest(run: Doctor, fake: FakeTrials) -> None:
+    result = run("--json", "--instance", "none")
+    said = told(result)
+    assert result.exit_code == 1 and said["configuration"]["verdict"] == "ok"
+    assert said["instances"]["verdict"] == "problem" and "'none'" in said["instances"]["text"]
+    assert fake.asked == []
+
+
+def test_a_token_file_that_cannot_be_read_is_told_among_the_rest(run: Doctor, fake: FakeTrials) -> None:
+    result = run("--json", text="security: {token_file: /nowhere/token}\n")
+    assert result.exit_code == 1
+    assert "/nowhere/token" in told(result)["configuration"]["text"]
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("host", "verdict"), [("127.0.0.1", None), ("192.0.2.1", "problem"), ("a.name", None)]
+)
+def test_where_no_node_could_listen_is_a_problem(run: Doctor, host: str, verdict: str | None) -> None:
+    """192.0.2.0/24 is nobody's: it is for documentation."""
+    text = f"network: {{listen_host: {host}}}\ncache: {{l2_size: 1MiB, l3_size: 1MiB}}\n"
+    assert told(run("--json", text=text)).get("listening", {"verdict": None})["verdict"] == verdict
+
+
+def test_what_others_cannot_call_is_not_promised_to_them(run: Doctor) -> None:
+    sizes = "cache: {l2_size: 1MiB, l3_size: 1MiB}\n"
+    closed = "agents of other hosts: none, it listens on 127.0.0.1 (network.listen_host); else verbs, if "
+    assert closed in run(text=sizes).stdout
+    assert (
+        "agents of other hosts: verbs, if " in run(text=f"{sizes}network: {{listen_host: a.name}}\n").stdout
+    )
+
+
+def test_a_pool_in_gpu_memory_is_reached_by_cuda_or_by_nobody(run: Doctor, fake: FakeTrials) -> None:
+    text = "cache: {l2_device: 'cuda:0', l2_size: 1MiB, l3_size: 1MiB}\n"
+    result = run(text=text)
+    assert result.exit_code == 1
+    assert "problem: no configured transport reaches a pool of this host" in result.stdout
+    fake.answers["cuda"] = Trial("cuda", "works", "", 3e-5, 1e10)
+    said = told(run("--json", text=text))
+    assert said["transport cuda"]["detail"]["used"] is True
+    assert "reached by cuda alone" in said["transport shm"]["text"]
+    assert fake.asked == [("cuda",), ("cuda",)]
+
+
+def test_a_gpu_is_measured_but_reaches_no_pool_in_host_memory(run: Doctor, fake: FakeTrials) -> None:
+    fake.answers["cuda"] = Trial("cuda", "works", "", 3e-5, 1e10)
+    said = told(run("--json"))
+    assert said["transport cuda"]["verdict"] == "ok"
+    assert said["transport cuda"]["text"] == "not for pools in host memory (cache.l2_device)"
+    alone = run(text="network: {transports: [cuda]}\ncache: {l2_size: 1MiB, l3_size: 1MiB}\n")
+    assert alone.exit_code == 1 and "no configured transport reaches" in alone.stdout

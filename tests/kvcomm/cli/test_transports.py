@@ -75,3 +75,4 @@ def test_that_nothing_reaches_the_pool_is_a_problem(preferred: tuple[str, ...]) 
     findings = list(tried(preferred=preferred).findings())
     assert findings[-1].verdict == "problem"
     assert "no configured transport reaches pool-0" in findings[-1].text
+    assert printed(tried(preferred=preferred))[-1] == f"  problem: {findings[-1].text}"

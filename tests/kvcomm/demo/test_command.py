@@ -59,6 +59,14 @@ def test_the_only_transport_is_in_the_configuration_of_everybody(tmp_path: Path)
     assert default["network"] == {"transports": ["verbs"]} and default["cache"]["l2_size"] == "1GB"
 
 
+def test_a_mistake_in_the_configuration_is_told_by_its_name(tmp_path: Path) -> None:
+    missing, wrong = tmp_path / "missing.yaml", tmp_path / "wrong.yaml"
+    wrong.write_text("network: [tcp]\n")
+    for named in (missing, wrong):
+        with pytest.raises(ConfigError, match=str(named)):
+            story.configuration(story.Options(config=named, transport="tcp"))
+
+
 def test_a_transport_that_does_not_exist_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(story, "tell", lambda options, say: report(transport=options.transport))
     assert CliRunner().invoke(app, ["demo", "--transport", "tcp"]).exit_code == 0

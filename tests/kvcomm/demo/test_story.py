@@ -51,9 +51,14 @@ def test_every_agent_gets_the_right_text_and_notices_damage(command: list[str]) 
     assert "planner reads the shared text" in done.stderr
 
 
-def test_every_block_comes_through_the_transport_that_is_asked_for(command: list[str]) -> None:
+def test_every_block_comes_through_the_transport_that_is_asked_for(
+    command: list[str], tmp_path: Path
+) -> None:
+    """From a rack, all pools of which are killed on the way."""
+    config = tmp_path / "rack.yaml"
+    config.write_text("cache: {l1_size: 64MB, l2_size: 64MB, l3_size: 64MB}\ncluster: {pools: 2}\n")
     done = subprocess.run(
-        [*command, "--json", "--transport", "tcp"],
+        [*command, "--json", "--transport", "tcp", "--config", str(config)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

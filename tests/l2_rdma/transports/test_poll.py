@@ -173,6 +173,57 @@ def test_a_poll_that_fails_gives_the_lead_up():
     loop.wait([operation])
 
 
+def test_who_is_interrupted_when_it_takes_the_lead_does_not_keep_it(monkeypatch):
+    wire = Wire()
+    operation = wire.post()
+    wire.finish(operation)
+    loop = PollLoop(wire.poll)
+    lead = loop._lead
+
+    def interrupted(*arguments):
+        assert lead(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "_lead", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.wait([operation])
+    monkeypatch.undo()
+
+    Waiting(loop, operation).done()
+
+
+def test_who_is_interrupted_keeps_no_lock(monkeypatch):
+    """A condition that is entered itself runs Python code that a signal can end, with its lock held."""
+    wire = Wire()
+    operation = wire.post()
+    loop = PollLoop(wire.poll)
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition):
+        enter(condition)
+        assert condition is not loop._changed
+        return True
+
+    monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
+    wire.finish(operation)
+    loop.wait([operation])
+
+
+def test_a_follower_without_a_deadline_follows():
+    wire = Wire()
+    loop = PollLoop(wire.poll)
+    first, endless = wire.post(), wire.post(float("inf"))
+    leading = Waiting(loop, first)
+    until(lambda: wire.polled > 0)
+    following = Waiting(loop, endless)
+    until(lambda: loop._follower_count == 1)
+
+    wire.finish(first, endless)
+
+    leading.done()
+    following.done()
+
+
 class Watched(Operation):
     """Calls ``looked`` whenever somebody finds it not done, and answers what was true before."""
 

@@ -70,6 +70,11 @@ def test_a_file_that_is_gone_is_unavailable(transport, region):
         connect(transport, region, path=str(region.path) + "-not")
 
 
+def test_a_path_that_is_none_is_corrupt(transport, region):
+    with pytest.raises(Corrupt, match="no path"):
+        connect(transport, region, path="/dev/shm/\0")
+
+
 def test_another_life_of_the_pool_is_not_what_was_offered(transport, make_pool):
     old, new = make_pool().region, make_pool().region
     with pytest.raises(Unavailable, match="another life"):

@@ -30,7 +30,42 @@ def main() -> None:
                 paging.gather_plain(layout, pages, again)
                 assert torch.equal(again, plain), (axes, dtype, dim, per_block, "scatter")
                 checked += 1
+    pages_of_a_wider_table()
+    rows_far_from_each_other()
     sys.stdout.write(f"{checked} layouts\n")
+
+
+def pages_of_a_wider_table() -> None:
+    """An engine's block table has a row for each sequence, and blocks are a part of it."""
+    caches, _ = engine_cache("KPTHD")
+    layout = vllm_layout(caches)
+    table = torch.randperm(8).reshape(2, 4)
+    for pages in (table[:, :3], table.T):
+        plain = torch.zeros((pages.shape[0], layout.block_bytes(pages.shape[1])), dtype=torch.uint8)
+        mine = torch.zeros_like(plain)
+        paging.gather_plain(layout, pages, plain)
+        paging._move(layout, pages, mine, True)
+        assert torch.equal(mine, plain), pages
+
+
+def rows_far_from_each_other() -> None:
+    """Heads that are gigabytes apart, of which only the pages that are used have memory behind them."""
+    stride = (1 << 30) + 1
+    memory = torch.empty(3 * stride + 64, dtype=torch.uint8)
+    states = memory.as_strided((2, 2, 4, 5), (10, 5, stride, 1))  # [page, token, head, dim]
+    states.copy_(torch.randint(0, 256, states.shape, dtype=torch.uint8))
+    for axes, far in (("HKPTD", states), ("TKPHD", states.transpose(1, 2))):
+        layout = vllm_layout([far.unsqueeze(0).expand(2, -1, -1, -1, -1).permute(order_of(axes))], axes=axes)
+        pages = torch.tensor([[1], [0]])
+        plain = torch.zeros((2, layout.block_bytes()), dtype=torch.uint8)
+        mine = torch.zeros_like(plain)
+        paging.gather_plain(layout, pages, plain)
+        paging._move(layout, pages, mine, True)
+        assert torch.equal(mine, plain), axes
+
+
+def order_of(axes: str) -> list[int]:
+    return ["KPTHD".index(axis) for axis in axes]
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from kvcomm.errors import ConfigError, Refused, Unavailable
-
-HANDLE_BYTES = 64
+from l2_rdma.transports.cuda.gpu import HANDLE_BYTES
 
 
 class HostGpu:
@@ -34,6 +33,8 @@ class HostGpu:
         self.registered: dict[int, int] = {}
         self.streams: list[HostStream] = []
         self.failed = ""
+        self.fails_after_copies: int | None = None
+        """Then one copy is refused, and no other."""
         self.digested: list[int] = []
         """Lengths of the payloads of each digest."""
 
@@ -98,6 +99,14 @@ class HostGpu:
         if self.failed:
             raise Unavailable(self.failed)
 
+    def count_copy(self) -> None:
+        if self.fails_after_copies is None:
+            return
+        self.fails_after_copies -= 1
+        if self.fails_after_copies < 0:
+            self.fails_after_copies = None
+            raise Unavailable("a copy failed")
+
     def _map(self, path: Path) -> int:
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
@@ -121,6 +130,7 @@ class HostStream:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         assert not self.closed
         self._gpu.check()
+        self._gpu.count_copy()
         for address in (destination, source):
             self._gpu.check_registered(address, nbytes)
         with self._lock:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from kvcomm.errors import PayloadError
 from l2_rdma.transports.cuda.attached import AttachedPool
 from l2_rdma.transports.cuda.transport import CudaTransport
 from tests.l2_rdma.pools import pool_thread
 from tests.l2_rdma.regions import key_of
 from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
-from tests.l2_rdma.transports.cuda.workers import POOL, Mirror, expected, header
+from tests.l2_rdma.transports.cuda.workers import PAYLOAD_BYTES, POOL, Mirror, expected, header
 from tests.peers import IDENTITY, soon
 
 ROOT = Path(__file__).parents[4]
@@ -90,7 +91,7 @@ def test_blocks_travel_from_one_process_to_another(process, directory, name, poo
     pool = process("pool", directory, pool_gpu, "usual")
     ready = said(pool)
     writer = process("write", ready["address"], name, directory)
-    reader = process("read", ready["address"], name, directory, 3000, 20, "pin")
+    reader = process("read", ready["address"], name, directory, 3000, 60, "pin")
     assert said(reader) == {"ready": True}
     counts = ended(reader)
     stored = ended(writer, "stop")["stored"]
@@ -122,7 +123,7 @@ def test_the_test_sees_wrong_bytes_when_nothing_is_verified(process, directory):
     pool = process("pool", directory, "host", "small")
     address = said(pool)["address"]
     writer = process("write", address, "host", directory)
-    counts = ended(process("read", address, "host", directory, 1_000_000, 20, "trust"))
+    counts = ended(process("read", address, "host", directory, 1_000_000, 60, "trust"))
     ended(writer, "stop")
 
     assert counts["wrong"] > 0
@@ -162,14 +163,17 @@ def test_a_killed_writer_leaves_its_key_writable(process, directory, name, pool_
     assert counts["alive"] is True
 
 
-def test_put_and_fetch_in_one_process(directory):
+def test_put_and_fetch_in_one_process(directory, monkeypatch):
     gpu = HostGpu(directory)
     with pool_thread(directory, transports=("cuda",), gpu=gpu, **POOL) as pool:
         transport = CudaTransport(HostGpu(directory))
         attached = AttachedPool.attach(pool.address, IDENTITY, transport, soon())
         mirror = Mirror(transport.gpu)
         blocks = [(header(number), mirror.up(expected(number))) for number in (1,)]
+        too_long = Mirror(transport.gpu, 2 * PAYLOAD_BYTES).device
 
+        with pytest.raises(PayloadError):
+            attached.put([*blocks, (header(2), too_long)], soon())
         assert attached.put(blocks, soon()) == ["stored"]
         assert attached.put(blocks, soon()) == ["present"]
         assert attached.reader.lookup([key_of(1), key_of(2)]) == [True, False]
@@ -177,5 +181,18 @@ def test_put_and_fetch_in_one_process(directory):
         assert found is not None
         assert found.key == key_of(1)
         assert bytes(mirror.down()) == expected(1)
+
+        alive, call = [], attached._connection.call
+
+        def read_beside(message, deadline):
+            attached._alive_until = 0.0
+            alive.append(attached.alive())
+            return call(message, deadline=deadline)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(attached._connection, "alive", lambda: False)  # there is something to be read
+            patched.setattr(attached._connection, "call", read_beside)
+            assert attached.put(blocks, soon()) == ["present"]
+        assert alive == [True], "the answer to a put is not the end of the pool"
         attached.close()
         assert attached.view([key_of(1)]) == [None]

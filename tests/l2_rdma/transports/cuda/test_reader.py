@@ -4,10 +4,11 @@ import time
 
 import pytest
 
-from kvcomm.errors import PayloadError
+from kvcomm.errors import PayloadError, Unavailable
 from l2_rdma.transports.cuda.gpu import DeviceBuffer
 from tests.l2_rdma.regions import key_of, payload_of
 from tests.l2_rdma.transports.cuda.conftest import download, upload
+from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 
 PAYLOAD_BYTES = 768
 
@@ -114,6 +115,39 @@ def test_a_buffer_of_another_length_is_refused_before_anything_is_copied(make_po
     assert download(gpu, buffer) == b"\xaa" * PAYLOAD_BYTES
 
 
+@pytest.mark.parametrize("end", ["deadline", "interrupt"])
+def test_a_fetch_that_is_given_up_leaves_no_copy_under_way(make_pool, gpu, buffer, monkeypatch, end):
+    if not isinstance(gpu, HostGpu):
+        pytest.skip("only a GPU of plain memory can be held")
+    pool = make_pool()
+    pool.put(1)
+    stream = pool.reader._stream
+    stream.held = True
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    if end == "interrupt":
+        monkeypatch.setattr(stream, "idle", interrupted)
+    with pytest.raises(KeyboardInterrupt if end == "interrupt" else Unavailable):
+        pool.reader.fetch([key_of(1)], [buffer], 0.0)
+
+    assert stream._copies == []
+    assert pool.reader.pins.pinned_count == 0
+    stream.held = False
+
+
+def test_a_fetch_ends_although_other_threads_keep_the_stream_busy(make_pool, gpu, buffer, monkeypatch):
+    pool = make_pool()
+    pool.put(1)
+    monkeypatch.setattr(pool.reader._stream, "idle", lambda: False)
+
+    [header] = pool.reader.fetch([key_of(1)], [buffer], soon())
+
+    assert header.key == key_of(1)
+    assert download(gpu, buffer) == payload_of(1)
+
+
 def test_an_entry_that_leads_out_of_the_slots_is_not_followed(make_pool):
     pool = make_pool()
     pool.put(1)
@@ -154,9 +188,11 @@ def test_a_device_buffer_checks_itself():
 
 @pytest.mark.gpu
 def test_a_tensor_made_from_a_view_shares_its_memory_and_keeps_its_pin(make_pool, gpu):
-    torch = pytest.importorskip("torch", reason="needs torch")
-    if not torch.cuda.is_available() or not hasattr(gpu, "ordinal"):
+    if isinstance(gpu, HostGpu):
         pytest.skip("torch shares memory of a real GPU only")
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
     pool = make_pool()
     pool.put(1)
     [block] = pool.reader.view([key_of(1)])

@@ -3,16 +3,18 @@ failure."""
 
 import time
 
+import msgspec
 import pytest
 
 from kvcomm.block import Incarnation
 from kvcomm.errors import Corrupt, Refused, Unavailable
+from l2_rdma.copying import address_of
 from l2_rdma.transports.cuda import make_provider, transport
-from l2_rdma.transports.cuda.provider import CudaProvider
+from l2_rdma.transports.cuda.provider import CudaAnswer, CudaProvider
 from l2_rdma.transports.cuda.transport import CudaTransport
 from l2_rdma.transports.port import Extent, WireOptions
 from tests.l2_rdma.regions import OTHER_TENANT, TENANT, payload_of
-from tests.l2_rdma.transports.cuda.conftest import download, upload
+from tests.l2_rdma.transports.cuda.conftest import DevicePool, download, upload
 from tests.l2_rdma.transports.cuda.host_gpu import HostGpu
 
 
@@ -107,6 +109,45 @@ def test_registered_memory_is_locked_once_and_given_back(wire):
     third.close()
     third.close()
     assert not third.pinned
+
+
+def test_a_registration_may_be_forgotten_while_memory_is_locked_or_copied(wire, monkeypatch):
+    """The collector of garbage comes at any time, in any thread."""
+    _, mine, _ = wire
+    memory, other = memoryview(bytearray(64 << 10)), memoryview(bytearray(64 << 10))
+    forgotten = [mine.register(memory)]
+    register = mine.gpu.register
+
+    def collected(address, nbytes):
+        forgotten.clear()
+        register(address, nbytes)
+
+    monkeypatch.setattr(mine.gpu, "register", collected)
+
+    second = mine.register(other)
+    assert second.pinned
+    assert mine.register(memory).pinned, "the first one is gone"
+    second.close()
+
+
+def test_memory_is_cut_before_it_is_locked_and_until_it_no_longer_is(wire, monkeypatch):
+    _, mine, _ = wire
+    memory = memoryview(bytearray(64 << 10))
+    address = address_of(memory)
+    whole = []
+    for name in ("register", "unregister"):
+        call = getattr(mine.gpu, name)
+
+        def looked(*arguments, call=call):
+            call(*arguments)
+            whole.append(mine._locked.whole(address, len(memory)))
+
+        monkeypatch.setattr(mine.gpu, name, looked)
+
+    mine.register(memory[8192:16384]).close()
+
+    assert whole == [False, False]
+    assert mine._locked.whole(address, len(memory))
 
 
 def test_a_registration_that_is_forgotten_ends_with_its_last_reference(wire):
@@ -246,6 +287,59 @@ def test_a_failed_gpu_breaks_the_channel_and_nothing_waits_for_it(held, gpu):
     assert channel.broken is operation.error
 
 
+def test_a_channel_whose_pool_closes_its_region_still_ends_what_is_under_way(held):
+    pool, mine, channel = held
+    [operation] = channel.read([Extent(pool.offset_of(1), 1024)], [memoryview(bytearray(1024))], soon())
+    other = DevicePool(pool.region.file.path.parent, pool.gpu)
+    provider = CudaProvider(other.region)
+
+    pool.region.file.close()
+    mine.connect(provider.offer(), other.region.header, lambda asked: provider.open(1, TENANT, asked), soon())
+    channel._stream.held = False
+    channel._stream.run()
+    mine._poll(0.0)
+
+    assert operation.done
+    other.close()
+
+
+def test_what_is_read_after_the_gpu_failed_in_the_middle_of_a_batch_fails_at_once(held, gpu):
+    pool, _, channel = held
+    into = [memoryview(bytearray(1024)) for _ in range(5)]
+    gpu.fails_after_copies = 1
+
+    posted = channel.read([Extent(pool.offset_of(1), 1024)] * 5, into, soon())
+
+    assert [str(each.error) for each in posted] == ["a copy failed"] * 5
+
+
+def test_a_broken_channel_leaves_its_region_mapped_until_it_is_closed(held, gpu):
+    pool, _, channel = held
+    address = channel.region.slots.pointer
+    gpu.fails_after_copies = 0
+
+    [failed] = channel.read([Extent(pool.offset_of(1), 1024)], [memoryview(bytearray(1024))], soon())
+
+    assert failed.error is channel.broken
+    assert address in gpu._maps, "views of a reader are still there"
+    channel.close()
+    assert address not in gpu._maps
+
+
+def test_memory_is_unlocked_although_the_gpu_failed(held, gpu):
+    pool, mine, channel = held
+    memory = memoryview(bytearray(1024))
+    registration = mine.register(memory)
+    [operation] = channel.read([Extent(pool.offset_of(1), 1024)], [memory], soon())
+    gpu.failed = "cudaErrorIllegalAddress"
+
+    registration.close()
+    gpu.failed = ""
+
+    assert isinstance(operation.error, Unavailable)
+    assert not gpu.registered
+
+
 def test_a_pool_that_closes_its_region_breaks_the_channel(wire):
     pool, _, channel = wire
     pool.region.file.close()
@@ -278,6 +372,42 @@ def test_who_cannot_or_may_not_map_it_is_told_so(make_pool, what, monkeypatch):
         mine.connect(offer, header, lambda asked: provider.open(1, tenant, asked), soon())
     with pytest.raises(Corrupt):
         provider.open(1, TENANT, b"\xc1")
+
+
+def test_who_is_closed_or_fails_while_connecting_leaves_nothing_mapped(make_pool, gpu, monkeypatch):
+    if not isinstance(gpu, HostGpu):
+        pytest.skip("CUDA maps a process's own memory without counting")
+    pool = make_pool()
+    provider = CudaProvider(pool.region)
+    mapped = dict(gpu._maps)
+
+    def connect(while_asked):
+        mine = CudaTransport(gpu)
+
+        def ask(proposal):
+            while_asked(mine)
+            return provider.open(1, TENANT, proposal)
+
+        return mine.connect(provider.offer(), pool.region.header, ask, soon())
+
+    def fail():
+        raise Unavailable("no stream")
+
+    assert isinstance(connect(lambda mine: mine.close()).broken, Unavailable)
+    monkeypatch.setattr(gpu, "stream", fail)
+    with pytest.raises(Unavailable, match="no stream"):
+        connect(lambda mine: None)
+
+    assert gpu._maps == mapped
+
+
+def test_a_handle_that_is_none_is_the_pools_fault(make_pool):
+    pool = make_pool()
+    provider = CudaProvider(pool.region)
+    answer = msgspec.msgpack.encode(CudaAnswer(str(pool.region.file.path), bytes(63)))
+
+    with pytest.raises(Corrupt, match="64 bytes"):
+        CudaTransport(pool.gpu).connect(provider.offer(), pool.region.header, lambda asked: answer, soon())
 
 
 def test_a_pool_in_host_memory_offers_no_cuda(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import socket
 import threading
 from typing import Any
 
@@ -109,6 +111,20 @@ def test_a_pool_that_ends_fails_all_at_once(wired: Wired) -> None:
     wired.transport.wait([operation])
     assert isinstance(operation.error, Unavailable)
     assert channel.broken is not None
+
+
+def test_a_connection_that_is_over_sends_no_signal(wired: Wired) -> None:
+    """SIGPIPE ends a process that has not asked Python to ignore it."""
+    channel = wired.connect()
+    signals: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, frame: signals.append(number))
+    try:
+        channel.streams[0].socket.shutdown(socket.SHUT_WR)
+        operation = channel.fetch_add(wired.slots, 1, soon())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert isinstance(operation.error, Unavailable)
+    assert signals == []
 
 
 class InterruptedSocket:

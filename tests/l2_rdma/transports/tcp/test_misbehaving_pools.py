@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvcomm.block import Incarnation
-from kvcomm.errors import Corrupt, Refused, Unavailable
+from kvcomm.errors import Corrupt, KVCommError, Refused, Unavailable
 from l2_rdma.layout import plan_layout
 from l2_rdma.transports.port import Extent, Operation
 from l2_rdma.transports.tcp import stream as stream_module
@@ -55,6 +55,7 @@ class ScriptedPool:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
+        self._listener.settimeout(PATIENCE_S)
         self.transport = TcpTransport()
         self._connected: list[socket.socket] = []
 
@@ -76,10 +77,10 @@ class ScriptedPool:
         return self._connected[-1]
 
     def _greet(self) -> None:
-        connected, _ = self._listener.accept()
-        self._connected.append(connected)
-        connected.settimeout(PATIENCE_S)
-        with suppress(OSError):
+        with suppress(OSError):  # nobody comes if the client's time is over first
+            connected, _ = self._listener.accept()
+            self._connected.append(connected)
+            connected.settimeout(PATIENCE_S)
             connected.recv(HELLO.size, socket.MSG_WAITALL)
             connected.sendall(self._greeting)
 
@@ -214,11 +215,47 @@ def test_late_bytes_come_to_nobody_and_the_channel_goes_on(pool: ScriptedPool, s
     assert late.done and isinstance(late.error, Unavailable)
 
 
+def test_who_is_interrupted_while_it_ends_the_overdue_is_not_the_last_to_do_so(
+    pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = pool.connect()
+    late = channel.fetch_add(SLOTS, 1, soon(SHORT_S))
+
+    def interrupted(now: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(channel.streams[0], "expire", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.transport.wait([late])
+    monkeypatch.undo()
+    pool.transport._poll(0.0)
+    assert isinstance(late.error, Unavailable)
+
+
+def test_who_is_interrupted_while_it_breaks_a_channel_is_not_the_last_to_do_so(
+    pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = pool.connect()
+    under_way = channel.fetch_add(SLOTS, 1, soon())
+
+    def interrupted(error: KVCommError) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(channel.streams[0], "fail", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        channel.close()
+    monkeypatch.undo()
+    channel.close()
+    assert isinstance(under_way.error, Unavailable)
+    assert channel.streams[0].socket.fileno() == -1
+
+
 def test_a_pool_that_owes_too_much_is_given_up(pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "OWED_BYTES_MAX", 3 << 20)
     channel = pool.connect()
     for _ in range(3):
-        operation, _ = read(channel, 1 << 20, soon(0.01))
+        operation, _ = read(channel, 1 << 20, soon(SHORT_S))
+        assert channel.broken is None
         pool.transport.wait([operation])
         assert isinstance(operation.error, Unavailable)
     assert isinstance(channel.broken, Unavailable)

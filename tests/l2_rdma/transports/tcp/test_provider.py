@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import random
 import resource
@@ -11,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 import psutil
@@ -34,6 +37,7 @@ from l2_rdma.transports.tcp.protocol import (
     STREAM_COUNT_MAX,
     TICKET,
     WRITE,
+    TcpOffer,
     TcpProposal,
     reply_head,
 )
@@ -79,6 +83,14 @@ def test_another_tenant_gets_no_ticket(wired: Wired) -> None:
 def test_nothing_listens_where_nothing_can_be_called(wired: Wired, host: str) -> None:
     with pytest.raises(Unavailable, match="listen"):
         TcpProvider(wired.region, host)
+
+
+def test_clients_need_no_resolver(wired: Wired) -> None:
+    provider = TcpProvider(wired.region, "localhost")
+    offer = msgspec.msgpack.decode(provider.offer(), type=TcpOffer)
+    assert ipaddress.ip_address(offer.host).is_loopback
+    socket.create_connection((offer.host, offer.port), PATIENCE_S).close()
+    provider.close()
 
 
 def test_a_ticket_lets_in_once(wired: Wired) -> None:
@@ -337,6 +349,32 @@ def test_a_pool_without_a_descriptor_left_serves_those_it_has_and_accepts_later(
     client.sendall(HELLO.pack(MAGIC, ticket.number, ticket.secret))
     assert client.recv(64, socket.MSG_WAITALL).startswith(MAGIC)
     client.close()
+
+
+class FullEpoll:
+    """The kernel watches no more sockets for this user."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.refused = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def register(self, descriptor: int, events: int) -> None:
+        self.refused.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_stream_that_cannot_be_watched_is_hung_up_on_and_the_others_are_served(wired: Wired) -> None:
+    channel = wired.connect()
+    real = wired.provider._epoll
+    wired.provider._epoll = full = FullEpoll(real)  # type: ignore[assignment]
+    assert is_over(wired.stranger())
+    assert full.refused.is_set()
+    wired.provider._epoll = real
+    assert wired.fetch(channel, wired.slots, 8) == bytes(8)
+    assert wired.fetch(wired.connect(), wired.slots, 8) == bytes(8)
 
 
 def _take_descriptors() -> list[int]:
