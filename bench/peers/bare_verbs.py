@@ -201,14 +201,15 @@ class _End:
         """Post it, poll until its last one is done: READs of a queue pair complete in order."""
         self._pair.post_send(chain)
         poll, deadline = self._completions.poll, time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
+        while True:
             for _ in range(POLLS):
                 done, completions = poll(1)
                 if done:
                     if completions[0].status != self._success:
                         raise ConnectionError(f"a READ ended with status {completions[0].status}")
                     return
-        raise ConnectionError("a READ did not end")
+            if time.monotonic() > deadline:  # not before: a guest that traps the clock slows down the floor
+                raise ConnectionError("a READ did not end")
 
     def close(self) -> None:
         self._context.close()
