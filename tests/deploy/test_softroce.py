@@ -189,10 +189,15 @@ def test_a_signal_ends_the_guest(cache: Path, number: signal.Signals) -> None:
     _kernel(cache, "echo $$ >$results/pid.new; mv $results/pid.new $results/pid; exec sleep 60")
     results = cache / "results"
     environment = {"PATH": os.environ["PATH"], "KVCOMM_SOFTROCE_CACHE": str(cache), "TMPDIR": str(cache)}
-    running = subprocess.Popen([SOFTROCE / "run", "--results", results, "true"], env=environment)
-    until((results / "pid").exists)
-    running.send_signal(number)
-    assert running.wait(20) == 128 + number
+    # What this process was told to ignore (nohup, a job in the background) no shell can trap.
+    command: list[str | Path] = ["env", "--default-signal", SOFTROCE / "run", "--results", results, "true"]
+    with subprocess.Popen(command, env=environment) as running:
+        try:
+            until((results / "pid").exists)
+            running.send_signal(number)
+            assert running.wait(20) == 128 + number
+        finally:
+            running.terminate()
     assert not psutil.pid_exists(int((results / "pid").read_text()))
     assert list(cache.glob("softroce.*")) == []
 
