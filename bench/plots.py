@@ -56,7 +56,7 @@ NARROW, NARROWER = 300, 10
 LABEL_GAP_POINTS = 12.5
 """Between the base lines of two curves' names."""
 WIDTH_INCHES, HEIGHT_INCHES = 7.6, 4.4
-PLACE = (0.085, 0.1, 0.68, 0.74)
+PLACE = (0.085, 0.1, 0.64, 0.74)
 """Of the axes in the picture: left, bottom, width, height."""
 
 
