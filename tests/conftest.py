@@ -1,5 +1,6 @@
 """Fixtures for every test: no leaks, no running cluster touched, no unrepeatable hypothesis."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -24,6 +25,13 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests and what they import live to the end: a collection that looked at them all
+    would stop every thread of this process for a good part of a second, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

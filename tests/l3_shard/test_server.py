@@ -96,7 +96,7 @@ class Cluster:
                     self.directory / name,
                     fsync=self.fsync,
                     fsync_interval_s=0.01,
-                    limits=ShardLimits(request_timeout_s=1.0),
+                    limits=ShardLimits(request_timeout_s=2.0),
                 ),
                 blocks=self.stores[name],
                 stop=self._stops[name],

@@ -250,7 +250,7 @@ class Traffic:
                 self.strong.counts.done >= strong + operations or not self._strong
             )
 
-        eventually(enough)
+        eventually(enough, within_s=60.0)
 
     def judge(self) -> None:
         self.eventual.judge(self._lab)
