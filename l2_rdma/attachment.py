@@ -396,9 +396,7 @@ class _Meeting:
     def _pin_table(self, region: Region) -> PinTable:
         reply = self.connection.call(PinOpen(self.options.pin_slots), deadline=self.deadline).message
         given = reply if isinstance(reply, PinRange) else PinRange(0, 0, 0)
-        in_table = given.first >= 0 and given.first + given.count <= region.header.layout.hazard_count
-        count = given.count if in_table else 0
-        return PinTable(region, given.first, count, self.options.pin_budget_bytes)
+        return PinTable(region, given.first, given.count, self.options.pin_budget_bytes)
 
     def wired(self) -> Wired | None:
         """Through the cheapest of the channels that can be opened."""

@@ -30,8 +30,8 @@ class PinTable:
     """Hazard words ``[first, first + count)`` of ``region``; thread-safe.
 
     Args:
-        first, count: as granted by the owner.  If another process holds their lock, or ``count`` is 0,
-            nothing can be pinned and every :meth:`pin` answers ``None``.
+        first, count: as granted by the owner.  If they are not in the table, another process holds their
+            lock, or ``count`` is 0, nothing can be pinned and every :meth:`pin` answers ``None``.
         budget_bytes: never pin more than this, whatever the owner's share says.
     """
 
@@ -40,7 +40,8 @@ class PinTable:
         self._words = region.words
         self._first = region.header.layout.hazard_offset // WORD_BYTES + first
         self._budget_bytes = budget_bytes
-        usable = count > 0 and region.lock_hazards(first, count)
+        in_table = first >= 0 and 0 < count <= region.header.layout.hazard_count - first
+        usable = in_table and region.lock_hazards(first, count)
         self._free = list(range(count if usable else 0))[::-1]
         self._count = len(self._free)
         self._sizes = [0] * self._count
@@ -113,6 +114,18 @@ class PinTable:
         if self._mine:
             self._words[self._first + number] = 0
             self._returned.append(number)
+
+    def pin_reserved(self, offset: int, generation: int, size_bytes: int) -> int | None:
+        """:meth:`pin` an extent that was granted with ``generation``, to write to it; ``None``, too: it is
+        not of this region's owner, or the reservation is gone."""
+        header = self.region.header
+        if not header.owns_generation(generation) or not header.layout.holds_copy(offset, size_bytes):
+            return None
+        number = self.pin(offset, size_bytes)
+        if number is not None and not self.reserved(offset, generation):
+            self.unpin(number)
+            return None
+        return number
 
     def reserved(self, offset: int, generation: int) -> bool:
         """Whether the slot, pinned for writing, is still the one that was granted with ``generation``."""

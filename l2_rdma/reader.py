@@ -30,7 +30,7 @@ from kvcomm.tier import Block
 from l2_rdma.copying import copy_bytes
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
+from l2_rdma.layout import WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.region import Region
 
@@ -162,17 +162,7 @@ class Reader:
         While the pin lasts the owner does not hand the slot on, even if the reservation expires; end it with
         :meth:`end_write`.
         """
-        header = self.region.header
-        if not header.owns_generation(generation) or not header.layout.holds_copy(offset, size_bytes):
-            return None
-        number = self.pins.pin(offset, size_bytes)
-        if (
-            number is not None
-            and self._words[offset // WORD_BYTES + _GENERATION_WORD] != generation | RESERVED_FLAG
-        ):
-            self.pins.unpin(number)
-            return None
-        return number
+        return self.pins.pin_reserved(offset, generation, size_bytes)
 
     def write(self, offset: int, header: bytes, payload: memoryview) -> None:
         """Fill an extent pinned by :meth:`begin_write`; ``header`` is ``BlockHeader.pack()``.  The generation

@@ -13,13 +13,11 @@ costs more than copying it (a 2 MiB put into untouched memory takes about ten ti
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
 import secrets
 import stat
-import struct
 import threading
 import weakref
 from pathlib import Path
@@ -39,13 +37,13 @@ from l2_rdma.layout import (
     RegionHeader,
     RegionLayout,
 )
+from l2_rdma.rangelocks import is_locked, try_lock
 from l2_rdma.words import Words
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "kvcomm-"
 _CREATE_ATTEMPTS = 16
 _MADV_POPULATE_READ = 22  # Linux >= 5.14
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: l_type, l_whence, l_start, l_len, l_pid
 
 
 class Region:
@@ -185,18 +183,11 @@ class Region:
     def lock_hazards(self, first: int, count: int) -> bool:
         """Client: hold these hazard words until no process has this file description any more; False if
         somebody else does."""
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, self._hazard_lock(first, count))
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        return True
+        return try_lock(self._descriptor, *self._hazard_range(first, count))
 
     def hazards_locked(self, first: int, count: int) -> bool:
         """Owner: whether a client holds them."""
-        answer = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, self._hazard_lock(first, count))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return is_locked(self._descriptor, *self._hazard_range(first, count))
 
     def close(self) -> None:
         """Owner: tell clients, remove the file, give up the lock.  Idempotent.  Views made from it stay
@@ -207,9 +198,8 @@ class Region:
         self.atomics.close()
         self._close_file()
 
-    def _hazard_lock(self, first: int, count: int) -> bytes:
-        start = self.header.layout.hazard_offset + first * WORD_BYTES
-        return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, count * WORD_BYTES, 0)
+    def _hazard_range(self, first: int, count: int) -> tuple[int, int]:
+        return self.header.layout.hazard_offset + first * WORD_BYTES, count * WORD_BYTES
 
 
 def host_id() -> bytes:

@@ -11,18 +11,15 @@ word that is counted belongs to one kind of transport.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable
 
 from kvcomm.errors import Unavailable
 from l2_rdma.layout import WORD_BYTES, WORD_MASK
+from l2_rdma.rangelocks import try_lock, unlock
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: l_type, l_whence, l_start, l_len, l_pid
 _PAUSE_S = 0.0001
 
 
@@ -71,7 +68,7 @@ class Words:
         if not self._mine.acquire(timeout=max(0.0, deadline - self._clock())):
             raise Unavailable("the word is held by another thread")
         try:
-            while self._closed or not self._locked(offset):
+            while self._closed or not self._hold(offset):
                 if self._closed:
                     raise Unavailable("the region is closed")
                 if self._clock() >= deadline:
@@ -85,20 +82,12 @@ class Words:
                     self._words[index] = new
                 return old
             finally:
-                self._lock(fcntl.F_UNLCK, offset)
+                self._let_go(offset)
         finally:
             self._mine.release()
 
-    def _locked(self, offset: int) -> bool:
-        try:
-            self._lock(fcntl.F_WRLCK, offset)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        return True
+    def _hold(self, offset: int) -> bool:
+        return try_lock(self._descriptor, self._words.nbytes + offset, WORD_BYTES)
 
-    def _lock(self, kind: int, offset: int) -> None:
-        start = self._words.nbytes + offset
-        lock = _FLOCK.pack(kind, os.SEEK_SET, start, WORD_BYTES, 0)
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, lock)
+    def _let_go(self, offset: int) -> None:
+        unlock(self._descriptor, self._words.nbytes + offset, WORD_BYTES)

@@ -86,6 +86,16 @@ class Registration(Protocol):
         ...
 
 
+class PlainRegistration:
+    """Of a transport that needs to know nothing of the memory that it uses."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer: memoryview | None = buffer
+
+    def close(self) -> None:
+        self._buffer = None
+
+
 class Channel(Protocol):
     """One region, reached one-sided.  Thread-safe.
 

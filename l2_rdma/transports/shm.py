@@ -23,6 +23,7 @@ from l2_rdma.transports.port import (
     Ask,
     Extent,
     Operation,
+    PlainRegistration,
     TransportName,
     WireOptions,
     check_extent,
@@ -71,9 +72,9 @@ class ShmTransport:
         self._opening = threading.Lock()
         self._closed = False
 
-    def register(self, buffer: memoryview) -> ShmRegistration:
+    def register(self, buffer: memoryview) -> PlainRegistration:
         self._require_open()
-        return ShmRegistration(buffer)
+        return PlainRegistration(buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> ShmChannel:
         self._require_open()
@@ -107,16 +108,6 @@ class ShmTransport:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("the transport is closed")
-
-
-class ShmRegistration:
-    """Nothing to register: memory is memory."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer: memoryview | None = buffer
-
-    def close(self) -> None:
-        self._buffer = None
 
 
 class ShmChannel:

@@ -46,12 +46,10 @@ class Dying(Words):
     """Keeps the lock on a word, like a process that is stopped between its load and its store."""
 
     def hold(self, offset: int) -> None:
-        assert self._locked(offset)
+        assert self._hold(offset)
 
     def let_go(self, offset: int) -> None:
-        import fcntl
-
-        self._lock(fcntl.F_UNLCK, offset)
+        self._let_go(offset)
 
 
 def test_fetch_add_returns_what_was_there_and_wraps(mapped):

@@ -96,9 +96,7 @@ class AttachedPool:
                 deadline,
             )
             given = _asked(connection, PinOpen(pin_slots), PinRange, deadline)
-            in_table = 0 <= given.first <= given.first + given.count <= channel.header.layout.hazard_count
-            file = channel.region.file
-            pins = PinTable(file, given.first, given.count if in_table else 0, pin_budget_bytes)
+            pins = PinTable(channel.region.file, given.first, given.count, pin_budget_bytes)
             return AttachedPool(connection, channel, pins, clock)
         except BaseException:
             if channel is not None:

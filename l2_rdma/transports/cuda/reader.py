@@ -28,7 +28,7 @@ from kvcomm.errors import Corrupt, PayloadError, Unavailable
 from l2_rdma.copying import address_of
 from l2_rdma.fence import full_fence, register_for_barriers
 from l2_rdma.index import Hint, IndexReader
-from l2_rdma.layout import RESERVED_FLAG, WORD_BYTES, suspect_word
+from l2_rdma.layout import WORD_BYTES, suspect_word
 from l2_rdma.pins import PinTable
 from l2_rdma.reader import VERIFIED_MAX, ReaderCounters
 from l2_rdma.transports.cuda.gpu import DeviceBuffer, Gpu, Marker, Stream
@@ -116,8 +116,7 @@ class CudaReader:
         self._clock = clock
         self._gpu: Gpu = region.gpu
         self._memory, self._words = region.file.memory, region.file.words
-        layout = region.header.layout
-        self._first, self._end = layout.slots_offset, layout.slots_end
+        layout = self._layout = region.header.layout
         self._index = IndexReader(self._memory, layout)
         self._stream: Stream = region.gpu.stream()
         self._known: dict[BlockKey, _Known] = {}
@@ -195,13 +194,7 @@ class CudaReader:
 
     def begin_write(self, offset: int, generation: int, size_bytes: int) -> int | None:
         """Pin a reserved extent for writing; see ``Reader.begin_write``."""
-        if not self.region.header.owns_generation(generation) or not self._inside(offset, size_bytes):
-            return None
-        number = self.pins.pin(offset, size_bytes)
-        if number is not None and self._word(offset) != generation | RESERVED_FLAG:
-            self.pins.unpin(number)
-            return None
-        return number
+        return self.pins.pin_reserved(offset, generation, size_bytes)
 
     def write(self, offset: int, header: bytes, payload: DeviceBuffer) -> None:
         """Fill an extent pinned by :meth:`begin_write`, all but its generation word; over when this
@@ -250,7 +243,7 @@ class CudaReader:
         """Twice, if the slot moves on in between."""
         for attempt in range(2):
             hint = self._index.probe(key)
-            if hint is None or not self._inside(hint.offset, hint.copy_bytes):
+            if hint is None or not self._layout.holds_copy(hint.offset, hint.copy_bytes):
                 return None
             self.counters.retries += attempt
             number = self.pins.pin(hint.offset, hint.copy_bytes)
@@ -316,7 +309,7 @@ class CudaReader:
         """Without a pin: between two looks at the generation word (a sequence lock), then the copy itself is
         verified."""
         hint = self._index.probe(key)
-        if hint is None or not self._inside(hint.offset, hint.copy_bytes):
+        if hint is None or not self._layout.holds_copy(hint.offset, hint.copy_bytes):
             return None
         if self._word(hint.offset) != hint.generation:
             return None
@@ -365,10 +358,6 @@ class CudaReader:
 
     def _word(self, offset: int) -> int:
         return self._words[offset // WORD_BYTES + _GENERATION_WORD]
-
-    def _inside(self, offset: int, size_bytes: int) -> bool:
-        in_slots = self._first <= offset and offset + size_bytes <= self._end
-        return in_slots and offset % HEADER_BYTES == 0 and size_bytes >= HEADER_BYTES
 
     def _report(self, offset: int) -> None:
         self.counters.corrupt += 1

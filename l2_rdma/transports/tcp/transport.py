@@ -15,7 +15,7 @@ import msgspec
 from kvcomm.errors import Corrupt, Unavailable
 from l2_rdma.layout import RegionHeader
 from l2_rdma.transports.poll import PollLoop
-from l2_rdma.transports.port import Ask, Operation, TransportName
+from l2_rdma.transports.port import Ask, Operation, PlainRegistration, TransportName
 from l2_rdma.transports.tcp.channel import TcpChannel
 from l2_rdma.transports.tcp.protocol import (
     GOODBYE,
@@ -63,9 +63,9 @@ class TcpTransport:
         self._closed = False
         self._over = False  # and nobody polls any more
 
-    def register(self, buffer: memoryview) -> TcpRegistration:
+    def register(self, buffer: memoryview) -> PlainRegistration:
         self._require_open()
-        return TcpRegistration(buffer)
+        return PlainRegistration(buffer)
 
     def connect(self, offer: bytes, header: RegionHeader, ask: Ask, deadline: float) -> TcpChannel:
         self._require_open()
@@ -279,13 +279,3 @@ def _count_fork() -> None:
 _fork_count = 0
 """Of this process's ancestors and itself: cheaper to look at than the process's number, and no less sure."""
 os.register_at_fork(after_in_child=_count_fork)
-
-
-class TcpRegistration:
-    """Nothing to register: the kernel copies to where it is told."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer: memoryview | None = buffer
-
-    def close(self) -> None:
-        self._buffer = None

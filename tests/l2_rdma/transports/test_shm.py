@@ -1,6 +1,5 @@
 """What is shared memory's own; what it has in common with the others is in tests/contracts/transports."""
 
-import fcntl
 import gc
 import os
 import weakref
@@ -107,7 +106,7 @@ def test_a_word_that_somebody_holds_costs_the_deadline(transport, region):
     channel = connect(transport, region)
     descriptor = os.open(region.path, os.O_RDWR)
     offset = region.header.layout.hazard_offset
-    Words(region.words, descriptor)._lock(fcntl.F_WRLCK, offset)
+    assert Words(region.words, descriptor)._hold(offset)
 
     operation = channel.fetch_add(offset, 1, soon(0.02))
     os.close(descriptor)
