@@ -80,7 +80,8 @@ def put(
     Args:
         replica: id of the replica incarnation that accepts the write and holds ``state``.
         context: what the writer had read; empty = nothing, so the write is concurrent to all others.
-        own: the writer's last write, replaced too if it is here; where it is not, it stays concurrent.
+        own: the writer's last write, replaced too if it is here; where it is not, it stays concurrent (so
+            ``l3_shard.writing`` looks for it first).
         floor: largest counter of ``replica`` in any record that was removed (see ``l3_shard.tombstones``):
             this may have been one of them, and its dots must not be given out again.
 

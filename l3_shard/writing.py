@@ -8,11 +8,17 @@ A write goes through::
        │ refused,         │ disk full:             │ too few replicas left, or time is up:
        ▼ time is up       ▼ nothing was written    ▼ outcome_unknown
     not done           not done                 it spreads all the same
+
+**Replacing what is not here.**  A caller may name its last write by its dot alone (see ``l3_shard.dvv``), and
+the shard that takes the next one need not be one of those that acknowledged the last.  What this shard has
+not seen it first looks for on the other replicas: of the write quorum that has it one answers, unless so many
+are away that the new write would not be done either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,8 +31,10 @@ from kvcomm.wire.messages import (
     Message,
     RecordFate,
     RecordFates,
+    RecordFetch,
     RecordReplicate,
     RecordState,
+    RecordStates,
     RecordVersion,
     RecordVersions,
 )
@@ -38,6 +46,9 @@ REPLICATE_KEYS_MAX = 1_024
 UNMERGEABLE = (Corrupt.code, TooLarge.code)
 """What a replica says of a message with a record that it cannot merge, now or later: it contradicts its own,
 or too many replicas wrote it."""
+
+LOOK_SHARE = 0.5
+"""Of the time of a request: so long at most the other replicas are asked for what it replaces."""
 
 Accept = Callable[[RecordState, "Draft"], dvv.Written]
 """Gives a write its dot under this shard's replica id."""
@@ -57,6 +68,15 @@ class Draft:
     """Acknowledgements that make it done, this shard's own included."""
     delta: bytes | None = None
     """Instead of a value, where siblings are resolved."""
+
+    @property
+    def witnesses(self) -> int:
+        """So many replicas meet every write quorum."""
+        return 2 + len(self.others) - self.need
+
+    def replaces_unseen(self, state: RecordState) -> bool:
+        """Whether it names a write that ``state`` has not seen."""
+        return self.own is not None and state.context.get(self.own.replica, 0) < self.own.counter
 
     @property
     def held_bytes(self) -> int:
@@ -88,8 +108,14 @@ class _Write:
     error: KVCommError | None = None
     trouble: str = ""
     """What the last replica that did not acknowledge said."""
+    look: _Look | None = None
+    """For the write that it replaces; it was not here."""
 
     def apply(self, state: RecordState) -> RecordState:
+        if self.look is not None:
+            state = dvv.merge(state, self.look.found)
+        elif self.draft.replaces_unseen(state):
+            raise _Unseen("the write that it replaces is looked for")
         self.written = self.owner.accept(state, self.draft)
         return self.written.state
 
@@ -99,7 +125,26 @@ class _Write:
         self.owner.spread(self)
 
     def failed(self, error: KVCommError) -> None:
-        self.owner.decide(self, error)
+        if isinstance(error, _Unseen):
+            self.owner.look(self)
+        else:
+            self.owner.decide(self, error)
+
+
+class _Unseen(KVCommError):
+    """Nothing is wrong, but the write has to wait."""
+
+
+@dataclass(eq=False, slots=True)
+class _Look:
+    """Asks the other replicas for the write that another one replaces."""
+
+    outstanding: int
+    found: RecordState = dvv.EMPTY
+    """What they have."""
+    answers: int = 1
+    """Replicas that have said what they have, this one included."""
+    over: bool = False
 
 
 class Writing:
@@ -139,6 +184,41 @@ class Writing:
                 self._lines.change(write.draft.key, write)
             except KVCommError as error:
                 self.decide(write, error)
+
+    def look(self, write: _Write) -> None:
+        """Ask the other replicas for the write that ``write`` replaces."""
+        look = write.look = _Look(len(write.draft.others))
+        message = RecordFetch(write.put.epoch, [write.draft.key])
+        timeout_s = LOOK_SHARE * self._desk.limits.request_timeout_s
+        for node in write.draft.others:
+            self._desk.ask(node, message, partial(self._looked, write, look), timeout_s=timeout_s)
+        self._settle_look(write, look)
+
+    def _looked(self, write: _Write, look: _Look, answer: Message) -> None:
+        look.outstanding -= 1
+        if isinstance(answer, RecordStates) and len(answer.states) == 1:
+            state = answer.states[0] or dvv.EMPTY
+            with suppress(Corrupt, TooLarge):  # one that contradicts another is no answer
+                look.found = dvv.merge(look.found, dvv.checked(state))
+                look.answers += not answer.degraded
+        self._settle_look(write, look)
+
+    def _settle_look(self, write: _Write, look: _Look) -> None:
+        """Go on as soon as it is found, or cannot be any more: then it was lost with its disks, or the record
+        was removed, and whatever is left of it stays beside the new one."""
+        draft = write.draft
+        unseen = draft.replaces_unseen(look.found) and look.answers < draft.witnesses
+        if look.over or write.decided or (unseen and look.outstanding):
+            return
+        look.over = True
+        if unseen and look.answers < draft.need:
+            text = "nothing was written: no replica answers that may have the write that this one replaces"
+            self.decide(write, Unavailable(text))
+            return
+        try:
+            self._lines.change(draft.key, write)
+        except KVCommError as error:
+            self.decide(write, error)
 
     def spread(self, write: _Write) -> None:
         """``write`` is durable here: send its record to the other replicas at the next flush."""
@@ -233,7 +313,8 @@ class Writing:
         for write in put.writes:
             if write.decided:
                 continue
-            if self._lines.withdraw(write.draft.key, write):
+            looks = write.look is not None and not write.look.over
+            if looks or self._lines.withdraw(write.draft.key, write):
                 self.decide(write, Unavailable("the shard was too slow; nothing was written"))
             else:
                 text = f"{write.acks} of {write.draft.need} replicas confirmed in time{write.trouble}"

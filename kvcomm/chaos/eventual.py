@@ -12,7 +12,8 @@ Promised (a replica that nobody reads or writes may lag where nobody repairs, se
 
 * **nothing acknowledged is lost**: all replicas together have seen every acknowledged dot, and the value is
   there unless somebody who had seen it wrote over it;
-* **nothing comes back**: what an acknowledged write replaced is gone;
+* **nothing comes back**: what an acknowledged write replaced is gone, its author's last write with it where
+  write quorums meet and no replica was moved or damaged;
 * **"refused" is true**: such a write is nowhere;
 * **nothing is made up**: every value that is read or left was written to that record;
 * **quorums meet**: with R + W > N and unmoved, undamaged replicas, a read that does not say ``degraded`` has
@@ -68,8 +69,7 @@ class Known(NamedTuple):
     """A put may replace these ..."""
     must: frozenset[int] = frozenset()
     """... and must replace these.  The difference: a client's own write that its context cannot cover is
-    named by
-    its dot, and where the next coordinator has not heard of it, it stays."""
+    named by its dot; where write quorums do not meet, the next coordinator may not find it, and it stays."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +134,8 @@ class _Judge:
         self._operations = history.operations()
         self._records: dict[str, _Record] = {}
         self._made_up: list[Violation] = []
+        self._finds = ending.intact and 2 * plan.write_quorum > plan.copies
+        """Whoever coordinates a put finds the write that it replaces."""
         self._replay()
 
     def judge(self) -> Iterator[Violation]:
@@ -206,7 +208,7 @@ class _Judge:
             itself = frozenset({attempt_number})
             known[client, attempt.write.key] = Known(
                 attempt.seen.may | itself if covered or stored.own else attempt.seen.may,
-                attempt.seen.must | itself if covered else attempt.seen.must,
+                attempt.seen.must | itself if covered or (stored.own and self._finds) else attempt.seen.must,
             )
 
     # -- promises

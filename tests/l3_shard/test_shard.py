@@ -264,6 +264,90 @@ def test_a_failed_disk_ends_the_shard_and_acknowledges_nothing_more():
     assert bench.shard.handle(Received(origin(), put()), 9.0) == []
 
 
+UNSEEN = RecordWrite(b"k", b"new", {}, ("other000.1", 3))
+"""By somebody whose last write was ``OTHER``'s."""
+
+
+def looking(bench: Bench, write: RecordWrite = UNSEEN, now: float = 0.0) -> list[AskPeer]:
+    """A put of what replaces a write that is not here."""
+    (load,) = bench.ask(RecordPut(1, [write]), now=now)
+    effects = bench.on(Loaded(ticket_of(load), (None,)), now)
+    asks = [effect for effect in effects if isinstance(effect, AskPeer)]
+    assert len(asks) == len(effects) and {type(ask.message) for ask in asks} <= {RecordFetch}
+    return asks
+
+
+def goes_on(bench: Bench, effects: list[Effect]) -> Persist:
+    """The put, after the look."""
+    (load,) = effects
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)))
+    assert isinstance(persist, Persist)
+    return persist
+
+
+def test_a_write_that_is_to_be_replaced_and_is_not_here_is_looked_for():
+    bench = Bench()
+    to_b, to_c = looking(bench)
+    assert to_b.message == RecordFetch(1, [K])
+    persist = goes_on(bench, bench.on(Answered(to_b.ticket, RecordStates([OTHER]))))
+    ((_, state),) = persist.writes
+    assert [sibling.value for sibling in state.siblings] == [b"new"]
+    assert state.context == {f"{DRAWN}.1": 1, "other000.1": 3}
+    assert bench.on(Answered(to_c.ticket, RecordStates([OTHER]))) == []
+    bench.on(Persisted(persist.ticket))
+
+
+def test_a_write_that_no_write_quorum_has_seen_is_not_waited_for():
+    """One more disk than may be lost was lost, or the record was removed."""
+    bench = Bench()
+    to_b, _ = looking(bench)
+    persist = goes_on(bench, bench.on(Answered(to_b.ticket, RecordStates([None]))))
+    assert persist.writes[0][1] == RecordState({f"{DRAWN}.1": 1}, [Sibling(f"{DRAWN}.1", 1, STAMP, b"new")])
+
+
+@pytest.mark.parametrize(
+    "poor",
+    [
+        Failure("unavailable", "away"),
+        RecordStates([None], degraded=True),
+        RecordStates([]),
+        RecordStates([RecordState({}, [V1])]),
+    ],
+)
+def test_a_write_replaces_nothing_while_nobody_can_say_what(poor):
+    bench = Bench()
+    to_b, to_c = looking(bench)
+    assert bench.on(Answered(to_b.ticket, poor)) == []
+    (reply,) = bench.on(Answered(to_c.ticket, Failure("unavailable", "away")))
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "unavailable" and "nothing was written" in reply.message.text
+    assert bench.shard.deadline() is None
+
+
+def test_a_look_for_what_is_replaced_ends_before_its_request():
+    bench = Bench()
+    to_b, to_c = looking(bench, now=1.0)
+    assert to_b.deadline == to_c.deadline == 1.75
+    (reply,) = bench.on(Tick(), now=2.5)
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "unavailable" and "nothing was written" in reply.message.text
+    assert bench.on(Answered(to_b.ticket, RecordStates([OTHER])), now=2.6) == []
+
+
+def test_with_a_write_quorum_of_one_a_write_goes_on_without_what_it_replaces():
+    bench = Bench(write=1)
+    to_b, to_c = looking(bench)
+    assert bench.on(Answered(to_b.ticket, RecordStates([None]))) == []
+    goes_on(bench, bench.on(Answered(to_c.ticket, Failure("unavailable", "away"))))
+
+
+def test_the_only_replica_looks_nowhere():
+    bench = Bench("a", replicas=1, write=1)
+    (load,) = bench.ask(RecordPut(1, [UNSEEN]))
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)))
+    assert isinstance(persist, Persist)
+
+
 # -- refusals
 
 

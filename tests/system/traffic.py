@@ -66,10 +66,12 @@ class _Counts:
     refused: int = 0
     unknown: int = 0
     errors: dict[str, None] = field(default_factory=dict)
-    """What was said, each once."""
+    """What was said, each once, the latest last."""
 
     def failed(self, error: KVCommError) -> Outcome:
-        self.errors[f"{error.code}: {error.message}"] = None
+        told = f"{error.code}: {error.message}"
+        self.errors.pop(told, None)
+        self.errors[told] = None
         if isinstance(error, OutcomeUnknown):
             self.unknown += 1
             return "unknown"
@@ -250,7 +252,22 @@ class Traffic:
                 self.strong.counts.done >= strong + operations or not self._strong
             )
 
-        eventually(enough, within_s=60.0)
+        try:
+            eventually(enough, within_s=60.0)
+        except AssertionError as error:
+            raise AssertionError(
+                f"no {operations} more successes of each kind: {self._told(eventual, strong)}"
+            ) from error
+
+    def _told(self, eventual: int, strong: int) -> str:
+        """What became of the operations since there were so many successes."""
+        now = time.monotonic()
+        return "; ".join(
+            f"{kind}: {each.counts.done - before} since, the last {now - each.gap.last_at:.1f} s ago, "
+            f"{each.counts.refused} refused and {each.counts.unknown} unknown in all, "
+            f"the last words {list(each.counts.errors)[-3:]}"
+            for kind, each, before in (("eventual", self.eventual, eventual), ("strong", self.strong, strong))
+        )
 
     def judge(self) -> None:
         self.eventual.judge(self._lab)
