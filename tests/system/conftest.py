@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +82,13 @@ def eventually(look: Callable[[], T], within_s: float = 30.0) -> T:
             return found
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+def metric(node: NodeRecord, series: str) -> float:
+    """What the node's exporter says now."""
+    with urllib.request.urlopen(f"http://{node.metrics}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == series)
 
 
 @pytest.fixture(scope="module")

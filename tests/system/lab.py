@@ -28,7 +28,7 @@ from kvcomm.instance import Instance, NodeRecord
 from kvcomm.rpc import Connection, Identity
 from kvcomm.stateplane import record_name
 from kvcomm.wire.messages import Message, RecordFetch, RecordState, RecordStates
-from tests.system.conftest import Cluster, eventually
+from tests.system.conftest import Cluster, eventually, metric
 from tests.system.staged import STAGE_VARIABLE, Stage
 
 ROOT = Path(__file__).parents[2]
@@ -292,13 +292,14 @@ class Lab(Cluster):
             Instance.open(self.name).remove()
 
     def votes(self) -> bool:
-        """Whether strong records can be changed."""
+        """Whether strong records can be changed, and every shard has a vote: a cluster whose third shard is
+        still on its way in is up, but one that pauses and one that is killed are then too many."""
         try:
             with self.client() as kv:
                 kv.strong("lab").put("votes", b"yes")
         except KVCommError:
             return False
-        return True
+        return all(metric(node, "kvcomm_strong_votes") == 1 for node in self.shards())
 
     def shards(self) -> list[NodeRecord]:
         """The living."""

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvcomm.clock import DRIFT_MS_MAX, Stamp, unpack
-from tests.system.conftest import eventually
+from tests.system.conftest import eventually, metric
 from tests.system.lab import Lab, WallClock, faketime_library
-from tests.system.test_repair import metric
 from tests.system.traffic import Traffic
 
 pytestmark = [

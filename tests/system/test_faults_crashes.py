@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvcomm.instance import NodeRecord
-from tests.system.conftest import eventually
+from tests.system.conftest import eventually, metric
 from tests.system.lab import SHARDS, Lab
-from tests.system.test_repair import metric
 from tests.system.traffic import Traffic
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

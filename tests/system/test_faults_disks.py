@@ -16,9 +16,8 @@ import pytest
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.wire.messages import RecordFetch, RecordStates
-from tests.system.conftest import eventually
+from tests.system.conftest import eventually, metric
 from tests.system.lab import SHARDS, STALL_S, Lab, disks_missing
-from tests.system.test_repair import metric
 from tests.system.traffic import Traffic
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -29,9 +29,8 @@ from kvcomm.wire.messages import (
     StrongOrder,
     StrongOutcomes,
 )
-from tests.system.conftest import eventually
+from tests.system.conftest import eventually, metric
 from tests.system.lab import SHARDS, STALL_S, Lab
-from tests.system.test_repair import metric
 from tests.system.traffic import Traffic
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -17,9 +17,8 @@ from kvcomm.rpc import Connection, Identity
 from kvcomm.stateplane import record_name
 from kvcomm.wire.messages import Failure, Message, RecordPut, RecordState, RecordVersions, RecordWrite
 from l3_shard.dvv import SIBLINGS_MAX, alive
-from tests.system.conftest import eventually
+from tests.system.conftest import eventually, metric
 from tests.system.lab import SHARDS, Lab
-from tests.system.test_repair import metric
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ from kvcomm.instance import NodeRecord
 from kvcomm.rpc import Connection, Identity
 from kvcomm.stateplane import record_name
 from kvcomm.wire.messages import RecordFetch, RecordStates
-from tests.system.conftest import Cluster, eventually
+from tests.system.conftest import Cluster, eventually, metric
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -47,12 +46,6 @@ def has(cluster: Cluster, node: NodeRecord, expected: dict[str, bytes]) -> bool:
     assert isinstance(answer, RecordStates)
     held = [set() if state is None else {each.value for each in state.siblings} for state in answer.states]
     return all(value in values for values, value in zip(held, expected.values(), strict=True))
-
-
-def metric(node: NodeRecord, series: str) -> float:
-    with urllib.request.urlopen(f"http://{node.metrics}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == series)
 
 
 def total(cluster: Cluster, series: str) -> float:

@@ -17,9 +17,8 @@ from kvcomm.client import Client
 from kvcomm.embedded import Embedded
 from kvcomm.errors import OutcomeUnknown, Rejected, Unavailable
 from kvcomm.instance import Instance, NodeRecord
-from tests.system.conftest import CONFIG, Cluster, eventually
+from tests.system.conftest import CONFIG, Cluster, eventually, metric
 from tests.system.test_cli import kvcomm
-from tests.system.test_repair import metric
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

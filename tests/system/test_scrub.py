@@ -14,8 +14,8 @@ from kvcomm.client import Client
 from kvcomm.embedded import Embedded
 from kvcomm.errors import OutcomeUnknown, Unavailable
 from kvcomm.instance import Instance
-from tests.system.conftest import CONFIG, Cluster, eventually
-from tests.system.test_repair import has, metric, some_shard
+from tests.system.conftest import CONFIG, Cluster, eventually, metric
+from tests.system.test_repair import has, some_shard
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
