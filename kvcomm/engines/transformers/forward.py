@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def advance(model: PreTrainedModel, cache: Cache, tokens: Sequence[int]) -> torch.Tensor:
@@ -21,6 +24,58 @@ def advance(model: PreTrainedModel, cache: Cache, tokens: Sequence[int]) -> torc
         logits = output.logits[0, -1].float()
     assert isinstance(logits, torch.Tensor)
     return logits
+
+
+def forward(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    masks: Mapping[str, Any],
+    *,
+    cache: Cache | None = None,
+    last: int = 0,
+) -> torch.Tensor:
+    """A pass whose caller says what every row attends; gradients flow if they are on.
+
+    Args:
+        ids: int64 ``[batch, rows]``.
+        positions: int64 ``[batch, rows]``, logical (RoPE) positions.
+        masks: by layer type (:func:`layer_types`): bool ``[batch, 1, rows, cached + rows]``, true = attends,
+            or a ``BlockMask`` for a model that attends through FlexAttention.
+        cache: K/V before these rows; theirs is appended.
+        last: logits of so many last rows; 0 = of all.
+
+    Returns logits of the model's dtype, ``[batch, last or rows, vocab_size]``.
+    """
+    kinds = set(layer_types(model))
+    missing = kinds - masks.keys()
+    if missing:
+        raise ValueError(f"the model has layers of type {sorted(missing)}, and no mask says what they attend")
+    mask = dict(masks) if kinds != {FULL} else masks[FULL]
+    cached = {} if cache is None else {_cache_argument(model): cache}
+    output = model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=cache is not None,
+        logits_to_keep=last,
+        **cached,
+    )
+    logits = output.logits
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """Of each layer: :data:`FULL` or :data:`SLIDING`."""
+    config: Any = model.config
+    return list(getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers)
+
+
+def window_of(model: PreTrainedModel) -> int:
+    """Rows that a sliding layer attends, its own included, by *logical* distance; 0 = no layer slides."""
+    config: Any = model.config
+    return int(config.sliding_window) if SLIDING in layer_types(model) else 0
 
 
 def _cache_argument(model: PreTrainedModel) -> str:
