@@ -186,6 +186,7 @@ class StreamEngine:
         for lane, (feed, first, count) in enumerate(zip(feeds, firsts, counts, strict=True)):
             lanes += [lane] * count
             slots += range(first, first + count)
-            blocks += [feed.blocks[slot // size] for slot in range(first, first + count)]
+            before = feed.first_slot // size
+            blocks += [feed.tail[slot // size - before] for slot in range(first, first + count)]
         where = torch.tensor([lanes, slots, blocks], device=states.device)
         self.paged.write(where[2], where[1] % size, states[:, :, where[0], :, where[1]])
