@@ -26,7 +26,7 @@ missing from memory that is gone anyway, one with a cut too few would make the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -34,7 +34,6 @@ from typing import NamedTuple
 from kvcomm.block import NO_PARENT, ROOT_LINEAGE, BlockKey, block_keys, token_array
 from kvcomm.errors import Refused
 from kvcomm.namespace import Namespace
-from kvcomm.streams.chain import Chain
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange, SpanId
 from kvcomm.streams.lineage import History, next_lineage, span_id
 from kvcomm.streams.pool import BlockId, BlockPool
@@ -289,42 +288,6 @@ class Session:
             self.pool.hold(archived.blocks)
         child._happen(child._event(Event("fork", child.next_row, span=SpanId(name), reason="fork")))
         return child
-
-    def resume(
-        self,
-        past: Chain,
-        events: Sequence[Event],
-        table: Sequence[BlockId],
-        *,
-        archive: Mapping[SpanId, Archived],
-        turns: Sequence[Turn],
-        protected: int,
-        pending: int | None,
-    ) -> None:
-        """Go on where another session was, maybe of another process, over blocks that hold its K/V here.
-
-        Args:
-            past: computed again from that session's tokens and ``events``, which the journal is given first.
-            table: one block for each of ``past``, a partial last one included; held by the caller and handed
-                over.
-
-        Raises:
-            ValueError: this session has a past of its own, or the blocks are too many or too few.
-            Refused: the past is longer than ``rows_max``, or the session is closed.
-        """
-        self._require_idle()
-        if self.next_row or self.events or len(table) != len(past.blocks):
-            raise ValueError(f"a new session goes on over {len(past.blocks)} blocks; got {len(table)}")
-        if past.view.next_row > self.rows_max:
-            raise Refused(f"a past of {past.view.next_row} rows is over the model's {self.rows_max}")
-        for event in events:
-            self.journal(event)
-        for block, known in zip(table, past.table, strict=False):
-            self.pool.name(block, known.key)
-        self.table, self.view, self.tokens = list(table), past.view, list(past.tokens)
-        self.events, self.archive, self.turns = list(events), dict(archive), list(turns)
-        self.protected, self.pending = protected, pending
-        self.lineage, self._history = past.lineage, past.history
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""

@@ -22,13 +22,13 @@ All of it is steps (``kvcomm.steps``), for both faces of the client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain as chained
 
 from kvcomm.block import Incarnation, header_for
-from kvcomm.errors import Conflict, NamespaceError, Unavailable
+from kvcomm.errors import Conflict, NamespaceError, Refused, Unavailable
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
 from kvcomm.stateplane import record_name
@@ -162,20 +162,10 @@ class Sharing:
             for span, keys in context.archived
         }
         try:
-            session = engine.session(journal=journal)
-            session.resume(
-                chain,
-                context.events,
-                table,
-                archive=archive,
-                turns=context.turns,
-                protected=context.protected,
-                pending=context.pending,
-            )
+            return _resumed(engine.session(journal=journal), context, chain, table, archive)
         except BaseException:
             engine.pool.release(table)
             raise
-        return session
 
     def put(self, engine: Engine, blocks: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[Published]:
         """Publish blocks that the engine holds, as far as nobody has them."""
@@ -268,6 +258,24 @@ class Lost:
     """Blocks that nobody has.  More may be: after the first, the others were asked for, not fetched."""
 
     blocks: tuple[ChainBlock, ...]
+
+
+def _resumed(
+    session: Session,
+    context: StreamContext,
+    past: Chain,
+    table: Sequence[BlockId],
+    archive: Mapping[SpanId, Archived],
+) -> Session:
+    if past.view.next_row > session.rows_max:
+        raise Refused(f"a past of {past.view.next_row} rows is over the model's {session.rows_max}")
+    for event in context.events:
+        session.journal(event)
+    session.table, session.view, session.tokens = list(table), past.view, list(past.tokens)
+    session.events, session.archive, session.turns = list(context.events), dict(archive), list(context.turns)
+    session.protected, session.pending = context.protected, context.pending
+    session.lineage, session._history = past.lineage, past.history
+    return session
 
 
 def _record(agent: str, name: str) -> bytes:
