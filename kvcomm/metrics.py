@@ -350,9 +350,9 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_streams_rows_total", "counter", _CLIENT,
-        "Rows (tokens) of streams. `fed`: computed. `evicted`: cut out of a view. `kept`: in view after a cut, "
-        "and not computed again; a re-prefill at each cut would have computed them. `restored`: brought back. "
-        "`reprefilled`: of those fed, text whose K/V was lost, or dropped to compute it anew.",
+        "Rows (tokens) of streams. `fed`: computed. `evicted`: cut out of a view. `kept`: in view after a "
+        "cut, and not computed again; a re-prefill at each cut would have computed them. `restored`: brought "
+        "back. `reprefilled`: of those fed, text whose K/V was lost, or dropped to compute it anew.",
         {"what": _STREAM_ROWS},
     ),
     Definition(
@@ -366,9 +366,9 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_streams_mismatch_kl", "gauge", _CLIENT,
-        "Of a trainer's last replay: KL between the engine's and the trainer's distribution, in nats a sampled "
-        "token, on average and of the worst token. Above 0.001 on average in bfloat16, or 1e-9 in float32: "
-        "the replay does not see what the engine saw, or has other weights.",
+        "Of a trainer's last replay: KL between the engine's and the trainer's distribution, in nats a "
+        "sampled token, on average and of the worst token. Above 0.001 on average in bfloat16, or 1e-9 in "
+        "float32: the replay does not see what the engine saw, or has other weights.",
         {"over": ("mean", "worst")},
     ),
     # strong records

@@ -3,7 +3,7 @@
 Events are counted where they are journalled, right before they happen; rows where they were fed.  Everything
 is counted once, whoever shares an engine::
 
-    counts = client.stream_counts()          # beside the client's own numbers; StreamCounts() without a client
+    counts = client.stream_counts()      # beside the client's own numbers; without a client: StreamCounts()
     engine = StreamEngine(model, 4096, counts=counts)
     client.metrics()["kvcomm_streams_live_slots"]
 """
