@@ -26,6 +26,7 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
@@ -148,6 +149,10 @@ class AsyncClient:
     def metrics(self) -> dict[str, float]:
         """See ``Client.metrics``."""
         return self._counted()
+
+    def stream_counts(self) -> StreamCounts:
+        """See ``Client.stream_counts``."""
+        return StreamCounts(self._operations.metrics)
 
     def pools(self) -> Sequence[PoolView]:
         """See ``Client.pools``."""

@@ -19,6 +19,7 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
@@ -149,6 +150,10 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Every metric of this client by its name in Prometheus (docs/metrics.md)."""
         return self._counted()
+
+    def stream_counts(self) -> StreamCounts:
+        """Counts of an engine's streams, in :meth:`metrics`; hand it to the engine."""
+        return StreamCounts(self._operations.metrics)
 
     def pools(self) -> Sequence[PoolView]:
         """How each pool of the rack is read, through which transport, and why not through another."""
