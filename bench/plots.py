@@ -1,5 +1,5 @@
 """``python -m bench.plots``: the recorded curves as SVG, one picture of latency and one of bandwidth for each
-machine, and one of where by reference and inline cross.
+machine, one of where by reference and inline cross, and one of decode steps over length.
 
 Ours are drawn thick, everything else thin; each curve bears its own name at its right end.  Ink is
 ``currentColor``, which follows the reader's light or dark page; the curves' colours stand out on both.
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import crossover, sections
+from bench import crossover, sections, stream_sections
+from bench.arms import Race
 from bench.crossover import CROSSOVER_FILE
 from bench.curves import CURVES_FILE
 from bench.document import RECORDS
 from bench.scale import size_name
 from bench.sections import BANDWIDTH_FILE, LATENCY_FILE, Section, slug
 from bench.sources import OURS
+from bench.stream_sections import STEPS_FILE, STREAMS_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +51,13 @@ COLOURS = {
     f"{OURS}cuda fetch": "#3d7dff",
     f"{OURS}cuda to a GPU": "#57ab5a",
 }
+ARM_COLOURS = {
+    "splice": ("#3d7dff", "#6cb6ff"),
+    "again": ("#e5534b", "#c69026"),
+    "again, prompt kept": ("#c69026", "#c96198"),
+    "never": ("#8b949e", "#8b949e"),
+}
+"""Two of a way in one picture."""
 OTHERS = ("#986ee2", "#1b9e9e", "#c69026", "#e5534b", "#57ab5a", "#c96198")
 TICKS_MAX = 5
 NARROW, NARROWER = 300, 10
@@ -82,6 +91,10 @@ class Picture:
     """A decade's name on the axis."""
     line_at: float | None = None
     """A value that everything is held against."""
+    linear: bool = False
+    """Both axes, from 0 on."""
+    size: Callable[[int], str] = size_name
+    """A size's name on the axis."""
 
 
 def _time_name(us: float) -> str:
@@ -106,6 +119,13 @@ CROSSOVER = Picture(
     lambda ratio: f"{_plain(ratio)} ×",
     line_at=1.0,
 )
+STEPS = Picture(
+    "Time of a decode step",
+    "by tokens of text so far; lower is better",
+    lambda ms: f"{_plain(ms)} ms",
+    linear=True,
+    size=lambda tokens: f"{tokens:,}",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,7 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", nargs="?", default=str(RECORDS), help="by default that of the documents")
     directory = Path(parser.parse_args(arguments).directory)
     pictures: dict[str, str] = {}
-    for file, draw in ((CURVES_FILE, _of_curves), (CROSSOVER_FILE, _of_crossover)):
+    for file, draw in (
+        (CURVES_FILE, _of_curves),
+        (CROSSOVER_FILE, _of_crossover),
+        (STREAMS_FILE, _of_streams),
+    ):
         if (directory / file).exists():
             pictures |= draw((directory / file).read_bytes())
     for name, text in pictures.items():
@@ -138,6 +162,29 @@ def _of_curves(text: bytes) -> dict[str, str]:
 def _of_crossover(text: bytes) -> dict[str, str]:
     found = crossover.from_json(text)
     return {crossover.PICTURE_FILE: svg(CROSSOVER, found.machine, crossings(found))}
+
+
+def _of_streams(text: bytes) -> dict[str, str]:
+    pictures = {}
+    for recorded in stream_sections.from_json(text):
+        race = stream_sections.longest(recorded.races)
+        if race is not None:
+            name = Path(STEPS_FILE.format(slug(recorded.machine))).name
+            subtitle = f"{recorded.machine}, {stream_sections.described(race)}"
+            pictures[name] = svg(STEPS, subtitle, step_lines(race))
+    return pictures
+
+
+def step_lines(race: Race) -> list[Line]:
+    """Milliseconds of a decode step by tokens of text, of every arm."""
+    lines = []
+    for number, run in enumerate(race.runs):
+        rows, step_ms = zip(*stream_sections.steps(run), strict=True)
+        splices = run.arm.way == "splice"
+        colour = ARM_COLOURS[run.arm.way][number % 2]
+        dashed = run.arm.way == "never"
+        lines.append(Line(run.arm.name, list(rows), list(step_ms), colour, splices, dashed))
+    return lines
 
 
 def crossings(found: crossover.Crossover) -> list[Line]:
@@ -234,16 +281,20 @@ def _dress(axes: Axes, picture: Picture, lines: Sequence[Line]) -> None:
 
     sizes = sorted({size for line in lines for size in line.sizes})
     values = [value for line in lines for value in line.values]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
-    axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
+    if picture.linear:
+        axes.set_ylim(0, max(values) * 1.1)
+        axes.set_xlim(0, sizes[-1] * 1.02)
+    else:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
+        axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
     shown = sizes[::-1][:: -(-len(sizes) // TICKS_MAX)]
     axes.xaxis.set_major_locator(FixedLocator([float(size) for size in shown]))
-    axes.xaxis.set_major_formatter(lambda size, _: size_name(int(size)))
+    axes.xaxis.set_major_formatter(lambda size, _: picture.size(int(size)))
     if picture.line_at is not None:
         axes.axhline(picture.line_at, color=INK, linewidth=0.9, alpha=0.7)
-    if max(values) < NARROW * min(values):
+    if not picture.linear and max(values) < NARROW * min(values):
         subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if max(values) < NARROWER * min(values) else (1.0, 2.0, 5.0)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(lambda value, _: picture.unit(value))

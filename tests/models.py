@@ -86,3 +86,26 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
+
+
+StreamModelKind = Literal["llama gqa", "llama mha", "qwen3", "qwen3 sliding"]
+STREAM_MODEL_KINDS: tuple[StreamModelKind, ...] = ("llama gqa", "llama mha", "qwen3", "qwen3 sliding")
+
+
+def stream_model(
+    kind: StreamModelKind, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """A :func:`tiny_model` of each kind that tells compacted contexts apart: grouped and full heads, qk-norm,
+    and every other layer sliding over :data:`SLIDING_WINDOW` rows."""
+    family: ModelKind = "llama" if kind.startswith("llama") else "qwen3"
+    settings: dict[str, Any] = {}
+    if kind == "llama mha":
+        settings = {"num_key_value_heads": 4}
+    elif kind == "qwen3 sliding":
+        settings = {
+            "use_sliding_window": True,
+            "sliding_window": SLIDING_WINDOW,
+            "max_window_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        }
+    return tiny_model(family, seed=seed, dtype=dtype, **settings | changes)

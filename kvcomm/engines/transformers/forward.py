@@ -51,7 +51,9 @@ def forward(
     missing = kinds - masks.keys()
     if missing:
         raise ValueError(f"the model has layers of type {sorted(missing)}, and no mask says what they attend")
-    mask = dict(masks) if kinds != {FULL} else masks[FULL]
+    added = {kind: _as_added(model, mask) for kind, mask in masks.items()}
+    # One mask is understood by all; several only by models that name the type of each layer.
+    mask = dict(added) if len(kinds) > 1 else added[kinds.pop()]
     cached = {} if cache is None else {_cache_argument(model): cache}
     output = model(
         input_ids=ids,
@@ -67,15 +69,25 @@ def forward(
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:
-    """Of each layer: :data:`FULL` or :data:`SLIDING`."""
-    config: Any = model.config
-    return list(getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers)
+    """Of each layer: :data:`FULL` or :data:`SLIDING`.  A window without types (Mistral, Phi-3) is every
+    layer's."""
+    config: Any = model.config.get_text_config(decoder=True)
+    uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
+    return list(getattr(config, "layer_types", None) or [uniform] * config.num_hidden_layers)
 
 
 def window_of(model: PreTrainedModel) -> int:
     """Rows that a sliding layer attends, its own included, by *logical* distance; 0 = no layer slides."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
     return int(config.sliding_window) if SLIDING in layer_types(model) else 0
+
+
+def _as_added(model: PreTrainedModel, mask: Any) -> Any:
+    """Eager attention adds its mask to the scores, and would take "true" for a bonus of 1."""
+    config: Any = model.config
+    if config._attn_implementation != "eager" or not isinstance(mask, torch.Tensor):
+        return mask
+    return torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, torch.finfo(model.dtype).min)
 
 
 def _cache_argument(model: PreTrainedModel) -> str:

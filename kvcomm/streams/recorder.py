@@ -1,0 +1,115 @@
+"""``Recorder``: writes down what a session does not know, so that a ``Rollout`` comes of it.
+
+A session knows rows and events.  What was sampled, from which row, how probable it was, and which rows are
+nobody's text is only known to who samples and feeds::
+
+    recorder.sampled(token, logprob, sampling)      then the token is fed, with or without others behind it
+    recorder.filler(7)                              right after the feed that ended with 7 fillers
+    recorder.rollout()                              at any time; what follows does not change it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of, text_of
+from kvcomm.streams.session import Session
+
+
+class Recorder:
+    """Of one session.
+
+    Args:
+        session: may hold rows already, of a context that was adopted: nobody samples those again.
+        name: of the rollout.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.session, self.name = session, name
+        self.samples: list[Sample] = []
+        self.filler_rows: list[int] = []
+        self.repeated_rows: list[int] = []
+
+    def sampled(self, token: int, logprob: float, sampling: Sampling, loss: bool = True) -> Sample:
+        """``token`` was drawn from what the last row predicts; tells the session, too.
+
+        Args:
+            logprob: natural logarithm, of the distribution after ``sampling`` was applied.
+            loss: whether a trainer learns from it.
+
+        Raises:
+            ValueError: a token is pending already, nothing was fed, or ``logprob`` is none.  Nothing is
+                recorded then.
+            TokenError: the id is out of range.
+        """
+        sample = Sample(max(self.session.next_row - 1, 0), token, logprob, sampling, loss)
+        self.session.sampled(token)
+        self.samples.append(sample)
+        return sample
+
+    def filler(self, row_count: int) -> None:
+        """The last ``row_count`` rows that were fed are filler.
+
+        Raises:
+            ValueError: there are not so many, or one of them was sampled or marked already.
+        """
+        self.filler_rows += self._last_rows(row_count)
+
+    def repeated(self, row_count: int) -> None:
+        """The last ``row_count`` rows that were fed have the text of archived ones that were lost.
+
+        Raises:
+            ValueError: as :meth:`filler`.
+        """
+        self.repeated_rows += self._last_rows(row_count)
+
+    def text(self) -> tuple[int, ...]:
+        """What was fed and sampled so far, fillers and repetitions left out, the pending token included."""
+        fed = text_of(self.session.tokens, {*self.filler_rows, *self.repeated_rows})
+        pending = self.session.pending
+        return fed if pending is None else (*fed, pending)
+
+    def rest_of(self, rendered: Sequence[int]) -> tuple[int, ...]:
+        """The ids of a rendered conversation that this stream does not hold yet.  A pending token is held:
+        feed it before them.
+
+        Raises:
+            TokenError: ``rendered`` says something else than what was fed; see ``rollout.rest_of``.
+        """
+        return rest_of(rendered, self.text())
+
+    def fork(self, session: Session, name: str, *, loss: bool) -> Recorder:
+        """For a ``session`` that was forked from this one, right after it was.
+
+        Args:
+            loss: whether a trainer learns from the shared samples in the child's rollout, too.  False where
+                the parent's is trained on as well: else they would count once a child.
+        """
+        child = Recorder(session, name)
+        child.samples = [
+            Sample(each.query_row, each.token, each.logprob, each.sampling, each.loss and loss)
+            for each in self.samples
+            if each.query_row < session.next_row
+        ]
+        child.filler_rows, child.repeated_rows = self.filler_rows[:], self.repeated_rows[:]
+        return child
+
+    def rollout(self) -> Rollout:
+        """As it is now."""
+        session = self.session
+        return Rollout.sealed(
+            self.name, session.namespace.id, session.block_tokens, session.tokens, session.events,
+            self.samples, self.filler_rows, self.repeated_rows,
+        )  # fmt: skip
+
+    def _last_rows(self, row_count: int) -> range:
+        end = self.session.next_row
+        taken = [rows[-1] for rows in (self.filler_rows, self.repeated_rows) if rows]
+        sampled = [each.query_row + 1 for each in self.samples[-2:] if each.query_row + 1 < end]
+        first_free = max(*taken, *sampled, -1, -1) + 1
+        if not 0 <= row_count <= end - first_free:
+            raise ValueError(
+                f"{row_count} rows cannot be marked: {end - first_free} were fed behind the last one that "
+                "was sampled or marked"
+            )
+        return range(end - row_count, end)

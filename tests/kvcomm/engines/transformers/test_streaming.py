@@ -1,0 +1,234 @@
+"""The engine of KV-streams: every feed equals one masked pass over all rows, whatever was cut before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
+from kvcomm.engines.transformers.streaming import StreamEngine
+from kvcomm.errors import PoolFull
+from kvcomm.streams.session import Session
+from kvcomm.streams.view import visibility
+from tests.models import STREAM_MODEL_KINDS, VOCAB_SIZE, StreamModelKind, stream_model
+
+CLOSE = 1e-4
+"""Of logits of several nats, in float32."""
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(4, VOCAB_SIZE) for _ in range(count)]
+
+
+def replayed(model: PreTrainedModel, session: Session) -> torch.Tensor:
+    """Logits ``[row, vocab]`` of one pass over all rows, masked by what the events say; a dumb oracle."""
+    count = session.next_row
+    seen = visibility(count, session.events)
+    allow = torch.tensor([[seen.sees(q, k) for k in range(count)] for q in range(count)])
+    at = torch.arange(count)
+    near = at[:, None] - at[None] < (window_of(model) or count)
+    with torch.inference_mode():
+        masks = {FULL: allow[None, None], SLIDING: (allow & near)[None, None]}
+        return forward(model, torch.tensor([session.tokens]), at[None], masks)[0].float()
+
+
+def engine_of(kind: StreamModelKind, block_count: int = 64, **settings: Any) -> StreamEngine:
+    return StreamEngine(stream_model(kind), block_count, **settings)
+
+
+def fed_with_cuts(engine: StreamEngine, session: Session, seed: int) -> list[tuple[int, torch.Tensor]]:
+    """A prompt, single tokens and chunks with cuts and a restore between; (row, logits after it)."""
+    found = []
+    for step, count in enumerate([70, 1, 1, 20, 1, 33, 1, 1, 1]):
+        (logits,) = engine.feed([(session, drawn(seed + step, count))])
+        found.append((session.next_row - 1, logits))
+        if step == 1:
+            session.evict([(16, 48)], archive=True)
+        elif step == 3:
+            session.evict([(16, 32)])
+        elif step == 6:
+            session.restore(next(iter(session.archive)))
+        session.check()
+    return found
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_every_feed_equals_a_masked_pass_over_all_rows(kind):
+    engine = engine_of(kind)
+    session = engine.session()
+    found = fed_with_cuts(engine, session, 1)
+    expected = replayed(engine.model, session)
+    for row, logits in found:
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, expected[row], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_without_the_events_it_would_not(kind):
+    engine = engine_of(kind)
+    session = engine.session()
+    found = fed_with_cuts(engine, session, 1)
+    session.events.clear()
+    expected = replayed(engine.model, session)
+    row, logits = found[-1]
+    assert (logits - expected[row]).abs().max() > 1000 * CLOSE
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_sessions_in_one_pass_equal_each_alone(kind):
+    engine = engine_of(kind)
+    pairs = [(engine.session(), engine.session()) for _ in range(3)]
+    for number, (together, alone) in enumerate(pairs):
+        for session in (together, alone):
+            engine.feed([(session, drawn(number, 40 + 30 * number))])
+            if number:
+                session.evict([(16, 48)])
+    for step, counts in enumerate([(1, 1, 1), (5, 1, 20), (1, 17, 1)]):
+        tokens = [drawn(100 * step + number, count) for number, count in enumerate(counts)]
+        batch = engine.feed([(pair[0], part) for pair, part in zip(pairs, tokens, strict=True)])
+        for pair, part, logits in zip(pairs, tokens, batch, strict=True):
+            (expected,) = engine.feed([(pair[1], part)])
+            torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=0)
+    for together, alone in pairs:
+        for mine, its in zip(together.table, alone.table, strict=True):
+            assert mine != its
+            torch.testing.assert_close(
+                engine.paged.states[:, :, mine], engine.paged.states[:, :, its], atol=CLOSE, rtol=0
+            )
+
+
+def test_a_long_feed_is_computed_in_chunks():
+    engines = [engine_of("qwen3 sliding"), engine_of("qwen3 sliding", chunk_rows=32)]
+    results = []
+    for engine in engines:
+        first, second = engine.session(), engine.session()
+        engine.feed([(first, drawn(1, 30))])
+        results.append(engine.feed([(first, drawn(2, 100)), (second, drawn(3, 70))]))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(whole, chunked, atol=CLOSE, rtol=0)
+
+
+def test_a_fork_goes_on_as_its_parent_would_and_leaves_it_alone():
+    engine = engine_of("qwen3")
+    parent, twin = engine.session(), engine.session()
+    for session in (parent, twin):
+        engine.feed([(session, drawn(1, 70))])
+        session.evict([(16, 48)])
+    child = engine.fork(parent, bytes(32))
+    engine.feed([(child, drawn(7, 20))])
+    results = [engine.feed([(session, drawn(2, 9))])[0] for session in (parent, twin)]
+    torch.testing.assert_close(*results, atol=CLOSE, rtol=0)
+    (logits,) = engine.feed([(child, [5])])
+    expected = replayed(engine.model, child)
+    torch.testing.assert_close(logits, expected[-1], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_payload_loaded_into_another_memory_is_the_same_block(dtype):
+    model = stream_model("llama gqa", dtype=dtype)
+    source, target = StreamEngine(model, 8), StreamEngine(model, 8)
+    session = source.session()
+    source.feed([(session, drawn(1, 40))])
+    block = session.table[1]
+    payload = source.payload(block)
+    assert payload.nbytes == source.namespace.block_bytes
+    (place,) = target.pool.take(1)
+    target.load(place, payload)
+    assert torch.equal(source.paged.states[:, :, block], target.paged.states[:, :, place])
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        target.load(place, bytes(payload)[:-1])
+
+
+def failing(model: PreTrainedModel, layer: int) -> Callable[[], None]:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.model.layers[layer].register_forward_pre_hook(fail)
+    return hook.remove
+
+
+def test_a_pass_that_fails_feeds_nothing_and_the_next_works():
+    engine = engine_of("llama gqa")
+    twins = [engine.session(), engine.session()]
+    for session in twins:
+        engine.feed([(session, drawn(1, 30))])
+    free, other = engine.pool.free_count, engine.session()
+    before = engine.paged.states.clone()
+    remove = failing(engine.model, 2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.feed([(twins[0], drawn(2, 20)), (other, drawn(3, 5))])
+    remove()
+    assert engine.pool.free_count == free and other.next_row == 0 and twins[0].next_row == 30
+    assert torch.equal(engine.paged.states, before)
+    results = [engine.feed([(session, drawn(4, 20))])[0] for session in twins]
+    torch.testing.assert_close(*results, atol=CLOSE, rtol=0)
+
+
+def test_no_memory_for_one_means_no_rows_for_any():
+    engine = engine_of("llama gqa", block_count=4)
+    small, large = engine.session(), engine.session()
+    with pytest.raises(PoolFull):
+        engine.feed([(small, drawn(1, 16)), (large, drawn(2, 100))])
+    assert engine.pool.free_count == 4
+    engine.feed([(small, drawn(1, 16))])
+
+
+def test_what_an_engine_refuses():
+    engine = engine_of("llama gqa")
+    other = StreamEngine(engine.model, 4, engine.namespace)
+    with pytest.raises(ValueError, match="another engine"):
+        engine.feed([(other.session(), [5])])
+    session = engine.session()
+    with pytest.raises(ValueError, match="commit or abandon"):
+        engine.feed([(session, [5]), (session, [6])])
+    assert session.next_row == 0
+    engine.model.train()
+    with pytest.raises(ValueError, match=r"eval\(\)"):
+        engine.feed([(session, [5])])
+
+
+def test_decoding_copies_nothing_and_a_cut_gathers_once():
+    engine = engine_of("llama gqa")
+    sessions = [engine.session() for _ in range(3)]
+    engine.feed([(session, drawn(number, 70)) for number, session in enumerate(sessions)])
+    for step in range(20):
+        engine.feed([(session, [step + 4]) for session in sessions])
+    assert engine.lanes.gathered_count == 0
+    sessions[1].evict([(16, 32)])
+    for step in range(5):
+        engine.feed([(session, [step + 4]) for session in sessions])
+    assert engine.lanes.gathered_count == 1
+
+
+def test_sessions_that_lose_their_lanes_go_on_as_before():
+    engines = [engine_of("qwen3 sliding", lanes_max=2), engine_of("qwen3 sliding")]
+    draw, sessions = random.Random(3), [[engine.session() for _ in range(5)] for engine in engines]
+    for step in range(40):
+        chosen = draw.sample(range(5), draw.randint(1, 4))
+        tokens = [drawn(10 * step + number, draw.randint(1, 12)) for number in chosen]
+        results = [
+            engine.feed([(mine[number], part) for number, part in zip(chosen, tokens, strict=True)])
+            for engine, mine in zip(engines, sessions, strict=True)
+        ]
+        for logits, expected in zip(*results, strict=True):
+            torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=0)
+        if step % 7 == 6:
+            number = draw.choice([number for number in range(5) if sessions[0][number].full_slots > 16])
+            for mine in sessions:
+                mine[number].evict([(0, 16)])
+        if step == 25:
+            for mine in sessions:
+                mine[2].close()
+                mine[2] = engines[sessions.index(mine)].session()
+    for mine in sessions:
+        for session in mine:
+            session.check()
+    for session in sessions[0]:
+        (logits,) = engines[0].feed([(session, [9])])
+        torch.testing.assert_close(logits, replayed(engines[0].model, session)[-1], atol=CLOSE, rtol=0)
