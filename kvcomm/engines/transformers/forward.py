@@ -33,7 +33,7 @@ def forward(
     masks: Mapping[str, Any],
     *,
     cache: Cache | None = None,
-    last: int = 0,
+    last: int | torch.Tensor = 0,
 ) -> torch.Tensor:
     """A pass whose caller says what every row attends; gradients flow if they are on.
 
@@ -43,9 +43,9 @@ def forward(
         masks: by layer type (:func:`layer_types`): bool ``[batch, 1, rows, cached + rows]``, true = attends,
             or a ``BlockMask`` for a model that attends through FlexAttention.
         cache: K/V before these rows; theirs is appended.
-        last: logits of so many last rows; 0 = of all.
+        last: logits of so many last rows (0 = of all), or of these rows, int64 ``[n]``.
 
-    Returns logits of the model's dtype, ``[batch, last or rows, vocab_size]``.
+    Returns logits of the model's dtype, ``[batch, last, n or rows, vocab_size]``.
     """
     kinds = set(layer_types(model))
     missing = kinds - masks.keys()
