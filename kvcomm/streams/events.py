@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple, NewType, get_args
 
+from kvcomm.block import POSITION_MAX
 from kvcomm.errors import Corrupt
 
 EventKind = Literal["evict", "restore", "fork", "weights"]
@@ -40,6 +43,9 @@ ROOT_DIGEST = ViewDigest(bytes(32))
 _DOMAIN = b"kvcomm.streams.event/1\x00"
 _HEAD = struct.Struct("<BQqQII")
 _PAIR = struct.Struct("<QQ")
+_SPAN_BYTES: dict[EventKind, tuple[int, ...]] = {
+    "evict": (0, 32), "restore": (32,), "fork": (32,), "weights": (0,),
+}  # fmt: skip
 
 
 class SlotRange(NamedTuple):
@@ -51,6 +57,13 @@ class SlotRange(NamedTuple):
     @property
     def slot_count(self) -> int:
         return self.end - self.start
+
+
+class Run(NamedTuple):
+    """``length`` rows that follow one by one from ``first``."""
+
+    first: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,7 @@ class Event:
     """``evict``: under this name the rows are archived (empty = they are gone); ``restore``: those that come
     back; ``fork``: the digest of the parent's name, so that a log tells where it came from."""
     insert_at: int = -1
-    """``restore``: slot, on a block border, where the rows come back."""
+    """``restore``: slot, on a block border, where the rows come back; -1 otherwise."""
     reason: str = ""
     weights_version: int = 0
     """In force from ``at_row`` on."""
@@ -85,13 +98,14 @@ class Event:
         return head + self.span + b"".join(_PAIR.pack(*each) for each in self.ranges)
 
     def _problem(self) -> str | None:
-        if self.kind not in KINDS or self.at_row < 0 or self.weights_version < 0:
+        numbers = (self.at_row, self.weights_version, *chain.from_iterable(self.ranges))
+        if self.kind not in KINDS or not all(0 <= number <= POSITION_MAX for number in numbers):
             return f"kind {self.kind!r} at row {self.at_row}, weights {self.weights_version}"
         if bool(self.ranges) != (self.kind == "evict"):
             return f"{self.kind} with {len(self.ranges)} ranges"
-        if (self.insert_at >= 0) != (self.kind == "restore"):
+        if not (0 <= self.insert_at <= POSITION_MAX if self.kind == "restore" else self.insert_at == -1):
             return f"{self.kind} with insert_at {self.insert_at}"
-        if len(self.span) not in (0, 32) or (not self.span and self.kind in ("restore", "fork")):
+        if len(self.span) not in _SPAN_BYTES[self.kind]:
             return f"{self.kind} with a span of {len(self.span)} bytes"
         if len(self.view_digest) != 32:
             return "a view digest has 32 bytes"
@@ -103,25 +117,32 @@ class Event:
         return None
 
 
-def next_digest(before: ViewDigest, event: Event, view_after: Sequence[int]) -> ViewDigest:
+def next_digest(before: ViewDigest, event: Event, view_after: Iterable[Run]) -> ViewDigest:
     """The digest of an event, over the one before it, what it says, and the rows that are in view after it,
-    in the order of their slots."""
+    in the order of their slots; ``view_after`` is joined (:func:`joined`)."""
     digest = hashlib.sha256(_DOMAIN + before + event.content())
-    digest.update(b"".join(_PAIR.pack(*run) for run in row_runs(view_after)))
+    digest.update(b"".join(_PAIR.pack(*run) for run in view_after))
     return ViewDigest(digest.digest())
 
 
-def row_runs(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """``rows`` as ``(first, count)`` of stretches that ascend one by one: one form for one order."""
-    runs: list[tuple[int, int]] = []
-    first = count = 0
-    for row in rows:
-        if count and row == first + count:
-            count += 1
-        else:
-            if count:
-                runs.append((first, count))
-            first, count = row, 1
-    if count:
-        runs.append((first, count))
-    return runs
+def row_runs(rows: Iterable[int]) -> list[Run]:
+    """``rows``, in their order, as runs; :func:`run_rows` is the way back."""
+    return joined(Run(row, 1) for row in rows)
+
+
+def run_rows(runs: Iterable[Run]) -> array[int]:
+    rows = array("q")
+    for first, length in runs:
+        rows.extend(range(first, first + length))
+    return rows
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The same rows in the same order, in as few runs as there can be: one form for one order."""
+    result: list[Run] = []
+    for first, length in runs:
+        if result and first == result[-1].first + result[-1].length:
+            result[-1] = Run(result[-1].first, result[-1].length + length)
+        elif length:
+            result.append(Run(first, length))
+    return result

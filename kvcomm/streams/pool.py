@@ -1,17 +1,19 @@
 """``BlockPool``: which blocks of an engine's paged K/V memory are free, and who holds the others.
 
 The memory itself belongs to the engine; here are only numbers.  A block is held by every session whose table
-names it, by archives, and by transfers under way; at the last release it goes to the end of the free list and
-keeps its key, so that it can be taken up again until somebody else needs the room.
+names it, by archives, and by transfers under way; at the last release it becomes free and keeps its key, so
+that it can be taken up again until somebody else needs the room.  Blocks without content are used first, then
+those that have been free longest.
 
 Taking is all or nothing, and nobody waits while holding: who needs ten blocks and finds nine takes none, so
-any number of sessions that want more than there is cannot block each other.
+any number of sessions that want more than there is cannot block each other.  Who would rather wait than go
+without stands in line (``kvcomm.streams.admission``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NewType
 
 from kvcomm.block import BlockKey
@@ -29,6 +31,7 @@ class BlockPool:
             raise ValueError("a pool has at least one block")
         self._holders = [0] * block_count
         self._free: OrderedDict[BlockId, None] = OrderedDict.fromkeys(map(BlockId, range(block_count)))
+        """In the order in which they are taken."""
         self._keys: dict[BlockId, BlockKey] = {}
         self._by_key: dict[BlockKey, dict[BlockId, None]] = {}
         """Sessions that computed the same block each have their own copy until one of them lets go."""
@@ -39,13 +42,14 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
+        """Those included that still have their content."""
         return len(self._free)
 
     def holder_count(self, block: BlockId) -> int:
         return self._holders[block]
 
     def take(self, count: int) -> list[BlockId]:
-        """So many blocks without a key, held once each; those that have been free longest first.
+        """So many blocks without a key, held once each.
 
         Raises:
             PoolFull: there are fewer; nothing was taken.
@@ -61,19 +65,25 @@ class BlockPool:
             self._forget_key(block)
         return taken
 
-    def hold(self, blocks: Sequence[BlockId]) -> None:
+    def hold(self, blocks: Iterable[BlockId]) -> None:
         """One more holder of each; of a free one that still has its content, too."""
         for block in blocks:
+            assert self._holders[block] or block in self._keys, f"block {block} holds nothing"
             self._free.pop(block, None)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """One holder less; the last one makes it free."""
-        for block in blocks:
+        """One holder less; the last one makes it free.
+
+        ``blocks`` are in the order of a context, and become free from its end on: a block is of use only to
+        who finds those before it, so the head of a prefix outlives its tail.
+        """
+        for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is held by nobody"
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free[block] = None
+                self._free.move_to_end(block, last=block in self._keys)
 
     def name(self, block: BlockId, key: BlockKey) -> None:
         """``block`` is full, and its content is that of ``key``."""
@@ -89,14 +99,6 @@ class BlockPool:
     def key_of(self, block: BlockId) -> BlockKey | None:
         return self._keys.get(block)
 
-    def _forget_key(self, block: BlockId) -> None:
-        key = self._keys.pop(block, None)
-        if key is not None:
-            same = self._by_key[key]
-            del same[block]
-            if not same:
-                del self._by_key[key]
-
     def check(self) -> None:
         """Assert the invariants."""
         for block, count in enumerate(self._holders):
@@ -104,3 +106,12 @@ class BlockPool:
             assert (count == 0) == (block in self._free), f"block {block} has {count} holders"
         named = {block: key for key, blocks in self._by_key.items() for block in blocks}
         assert named == self._keys
+        assert all(self._by_key.values()), "no key without a block"
+
+    def _forget_key(self, block: BlockId) -> None:
+        key = self._keys.pop(block, None)
+        if key is not None:
+            same = self._by_key[key]
+            del same[block]
+            if not same:
+                del self._by_key[key]

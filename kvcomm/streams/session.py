@@ -13,12 +13,25 @@ Two coordinates, and no offset between them for the whole sequence::
     row        number in feeding order = logical (RoPE) position; never goes back, never is given out twice
 
 **Cuts** take whole, full blocks behind the protected prefix out of the table; K/V bytes of what stays are not
-touched.  The event is handed to ``journal`` first: after a crash a log with a cut too many says what is
-missing from memory that is gone anyway, one with a cut too few would make the replay wrong.
+touched.  A row costs the same however long the context is, an event costs the table.
+
+**The event is journaled before anything changes.**  Journal and tokens together are the session
+(:meth:`Session.recovered`); a crash in between leaves one event more than happened, at the end of the log.
+No row ran after it, so it changes nothing that a replay computes, and the session recovers as if the cut had
+been made.  The other order would lose a cut under which rows may have run already: a rollout that looks right
+and is not.
+
+**Blocks that are there are not computed again.**  A block's key says what its rows saw
+(``kvcomm.streams.lineage``), so a block under the key that the next one will have *is* the next one, whoever
+computed it: :meth:`Session.adopt_prefix`.  Its rows are rows like any other, with the same numbers, tokens
+and views as if they had been fed here.
+
+**Memory can go and the session stay** (:meth:`Session.swap_out`, :meth:`Session.swap_in`): bytes are moved,
+nothing is computed again.  A session recovered from its log starts like that.
 
 **Invariants** (:meth:`Session.check`)::
 
-    len(table) == ceil(slot_count / block_tokens), block ids unique, none of them free
+    len(table) == ceil(slot_count / block_tokens), block ids unique, none of them free, the full ones named
     rows of the view ascend strictly, until a restore brings older ones back
     pending is set: one sampled token more than rows
     the view computed from (row count, events) alone is this view
@@ -26,13 +39,14 @@ missing from memory that is gone anyway, one with a cut too few would make the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from kvcomm.block import NO_PARENT, ROOT_LINEAGE, BlockKey, block_keys, token_array
-from kvcomm.errors import Refused
+from kvcomm.errors import Corrupt, Refused
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange, SpanId
 from kvcomm.streams.lineage import History, next_lineage, span_id
@@ -47,10 +61,16 @@ class Feed:
     tokens: tuple[int, ...]
     first_row: int
     first_slot: int
-    blocks: tuple[BlockId, ...]
-    """The table with the new blocks at its end."""
+    tail: tuple[BlockId, ...]
+    """The blocks that are written, from the one on that holds ``first_slot``."""
     taken: tuple[BlockId, ...]
-    """The new ones."""
+    """Those of ``tail`` that are new."""
+    _table: Sequence[BlockId] = field(repr=False, compare=False)
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        """The table with the new blocks at its end; costs its length, so a decode step reads ``tail``."""
+        return (*self._table[: len(self._table) + len(self.taken) - len(self.tail)], *self.tail)
 
 
 class Turn(NamedTuple):
@@ -70,6 +90,10 @@ class Archived:
     rows: tuple[int, ...]
 
 
+def _no_journal(event: Event) -> None:
+    pass
+
+
 class Session:
     """One rollout.
 
@@ -86,7 +110,7 @@ class Session:
         namespace: Namespace,
         *,
         rows_max: int,
-        journal: Callable[[Event], None] = lambda event: None,
+        journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.pool, self.namespace, self.rows_max, self.journal = pool, namespace, rows_max, journal
         self.table: list[BlockId] = []
@@ -101,9 +125,54 @@ class Session:
         self.events: list[Event] = []
         self.archive: dict[SpanId, Archived] = {}
         self.lineage = ROOT_LINEAGE
+        self.swapped: tuple[BlockKey, ...] | None = None
+        """While the bytes are elsewhere: the keys of the full blocks."""
         self.closed = False
         self._history = History()
         self._planned: Feed | None = None
+
+    @classmethod
+    def recovered(
+        cls,
+        pool: BlockPool,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        events: Iterable[Event],
+        *,
+        rows_max: int,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Session:
+        """The session that a log tells of, swapped out: after a crash, or at another agent's.
+
+        Its memory comes with :meth:`swap_in`; archived spans are known by their keys and come with
+        :meth:`restore`.  Turns, the protected prefix and a pending token stand in no event: who has them sets
+        them.
+
+        Args:
+            tokens: by row, all that were fed.
+            events: all, in order; the journal is given only those that come after.
+
+        Raises:
+            Corrupt: they are no log of a session with blocks of this namespace.
+            TokenError: an id is out of range.
+            Refused: more tokens than ``rows_max``.
+        """
+        # Numbers are all that a pool holds, so the keys come from living through it once more.
+        session = cls(BlockPool(len(tokens) // namespace.block_tokens + 1), namespace, rows_max=rows_max)
+        for event in events:
+            if not session.next_row <= event.at_row <= len(tokens):
+                raise Corrupt(f"an event at row {event.at_row} of {len(tokens)}, after {session.next_row}")
+            session._feed(tokens[session.next_row : event.at_row])
+            problem = session._problem(event)
+            if problem:
+                raise Corrupt(f"no log of a session with blocks of {namespace.block_tokens}: {problem}")
+            session._happen(event)
+        session._feed(tokens[session.next_row :])
+        session.swap_out()
+        for span in session.archive:
+            session.drop_archived(span, moved=True)
+        session.pool, session.journal = pool, journal
+        return session
 
     @property
     def block_tokens(self) -> int:
@@ -131,42 +200,80 @@ class Session:
         Raises:
             ValueError: there are none, another feed is under way, or a pending token is not the first.
             TokenError: an id is out of range.
-            Refused: ``rows_max`` would be passed, or the session is closed.
+            Refused: ``rows_max`` would be passed, or the session is closed or swapped out.
             PoolFull: there is no memory.
         """
-        fed = tuple(token_array(tokens, self.namespace.vocab_size))
-        if not fed or self._planned is not None:
-            raise ValueError("feed at least one token, and commit or abandon the feed before")
-        if self.pending is not None and fed[0] != self.pending:
-            raise ValueError(f"token {self.pending} was sampled and must be fed first")
-        self._require_open()
-        if self.next_row + len(fed) > self.rows_max:
-            raise Refused(
-                f"{self.next_row} rows and {len(fed)} more are over the model's {self.rows_max}; cuts make "
-                "room in memory, not in positions: begin a new session"
-            )
-        blocks = -(-(self.slot_count + len(fed)) // self.block_tokens)
-        taken = tuple(self.pool.take(blocks - len(self.table)))
-        self._planned = Feed(fed, self.next_row, self.slot_count, (*self.table, *taken), taken)
+        fed = self._admissible(tokens)
+        if not fed:
+            raise ValueError("feed at least one token")
+        block_count = -(-(self.slot_count + len(fed)) // self.block_tokens)
+        taken = tuple(self.pool.take(block_count - len(self.table)))
+        tail = (*self.table[self.slot_count // self.block_tokens :], *taken)
+        self._planned = Feed(fed, self.next_row, self.slot_count, tail, taken, self.table)
         return self._planned
 
-    def commit(self, feed: Feed) -> None:
-        """Their K/V is written: the rows are in view."""
+    def commit(self, feed: Feed, count: int | None = None) -> None:
+        """Their K/V is written: the rows are in view.
+
+        Args:
+            count: only so many from the front; the others were never fed, for what was guessed of them was
+                wrong, and their K/V will be written over.
+        """
+        tokens = feed.tokens[:count]
+        if count is not None and count != len(tokens):
+            raise ValueError(f"{count} of {len(feed.tokens)} planned tokens")
         self._end_plan(feed)
-        self.table += feed.taken
-        self.view.feed(len(feed.tokens))
-        self.tokens += feed.tokens
-        self.pending = None
-        self._history.feed(feed.tokens, self.namespace.vocab_size)
-        self._name_blocks(feed.first_slot // self.block_tokens)
+        place = feed.first_slot // self.block_tokens
+        kept = -(-(feed.first_slot + len(tokens)) // self.block_tokens) - len(self.table)
+        keys = self.next_keys(tokens)
+        self._grow(feed.taken[:kept], tokens)
+        self.pool.release(feed.taken[kept:])
+        for block, key in zip(self.table[place:], keys, strict=False):
+            self.pool.name(block, key)
 
     def abandon(self, feed: Feed) -> None:
         """The forward pass failed, or its rows were rejected: they were never fed."""
         self._end_plan(feed)
         self.pool.release(feed.taken)
 
+    def next_keys(self, tokens: Sequence[int] = ()) -> list[BlockKey]:
+        """The keys of the blocks that become full when ``tokens`` are fed under the view in force, from the
+        partial last one on.  Under these names their bytes can be looked for anywhere."""
+        rows = self.view.rows_from(self.full_slots)
+        ids = [*map(self.tokens.__getitem__, rows), *tokens]
+        rows.extend(range(self.next_row, self.next_row + len(tokens)))
+        place = self.full_slots // self.block_tokens
+        parent = self._key_of(self.table[place - 1]) if place else NO_PARENT
+        return block_keys(self.namespace, ids, parent=parent, positions=rows, lineage=self.lineage)
+
+    def adopt_prefix(self, tokens: Sequence[int]) -> int:
+        """Begin to feed ``tokens`` with blocks that the pool has already, whoever computed them; the number
+        of rows that this gave, 0 if there are none or the view does not end with a full block.
+
+        Feed the others, of which there is at least one: it says what comes next.  Between two events the
+        blocks of every session with the same tokens are found, behind an event those of its forks and of
+        siblings with the same past.
+
+        Raises:
+            ValueError, TokenError, Refused: see :meth:`plan`; nothing was taken.
+        """
+        ids, size = self._admissible(tokens), self.block_tokens
+        if not ids or self.slot_count % size:
+            return 0
+        found: list[BlockId] = []
+        for key in self.next_keys(ids[: (len(ids) - 1) // size * size]):
+            block = self.pool.find(key)
+            if block is None:
+                break
+            found.append(block)
+        self.pool.hold(found)
+        if found:
+            self._grow(found, ids[: len(found) * size])
+        return len(found) * size
+
     def sampled(self, token: int) -> None:
         """``token`` was drawn from what the last row predicts; it is the first of the next feed."""
+        self._require_idle()
         if self.pending is not None or not self.next_row:
             raise ValueError("one token is sampled a row, and it is fed before the next")
         (self.pending,) = token_array([token], self.namespace.vocab_size)
@@ -196,23 +303,18 @@ class Session:
             ValueError: a range is empty, out of order, not in whole blocks, touches the protected prefix or
                 the partial last block; or a feed is under way.
         """
-        cut = tuple(SlotRange(*each) for each in ranges)
-        self._check_ranges(cut)
-        positions = list(chain.from_iterable(range(*self._blocks(each)) for each in cut))
-        blocks = [self.table[at] for at in positions]
-        keys = tuple(self._key_of(block) for block in blocks)
-        span = span_id(self.lineage, self._history.digest(), keys) if archive else NO_SPAN
-        event = self._event(Event("evict", self.next_row, cut, span, reason=reason))
-        rows = self._happen(event)
-        for each in reversed(cut):
-            first, last = self._blocks(each)
-            del self.table[first:last]
+        self._require_idle()
+        if not ranges:
+            raise ValueError("a cut of nothing is no event")
+        problem = self._cut_problem(ranges)
+        if problem:
+            raise ValueError(problem)
+        cut = _merged(ranges)
+        span = NO_SPAN
         if archive:
-            self.archive[span] = Archived(tuple(blocks), keys, tuple(rows))
-        else:
-            self.pool.release(blocks)
-        self.turns = [left for turn in self.turns if (left := _shifted(turn, cut))]
-        return event
+            keys = [self._key_of(block) for block in _divided(self.table, self._places(cut))[1]]
+            span = span_id(self.lineage, self._history.digest(), keys)
+        return self._new(Event("evict", self.next_row, cut, span, reason=reason))
 
     def restore(
         self, span: SpanId, insert_at: int | None = None, blocks: Sequence[BlockId] | None = None
@@ -220,83 +322,150 @@ class Session:
         """Bring archived rows back into view, as they were computed.
 
         Args:
-            insert_at: slot on a block border; behind the protected prefix if not given.
-            blocks: where the bytes are now, held by the caller and handed over, if they were moved away.
+            insert_at: slot on a block border; right behind the protected prefix if not given.
+            blocks: where the bytes are now, if they were moved away: held by the caller and handed over,
+                unless this raises.
 
         Raises:
-            ValueError: no such span, not on a border of full blocks, or bytes that are not here.
+            ValueError: no such span, not on a border of full blocks, inside the protected prefix, or bytes
+                that are not here.
         """
         self._require_idle()
         archived = self.archive.get(span)
-        at = min(self.protected, self.full_slots) if insert_at is None else insert_at
         if archived is None:
-            raise ValueError("no such span: it was not archived by this session, or is back already")
-        if at % self.block_tokens or not 0 <= at <= self.full_slots:
-            raise ValueError(f"slot {at} is not on a border of full blocks of {self.block_tokens}")
+            raise ValueError("no such span: it was not archived by this session, is back, or was dropped")
+        at = self.protected if insert_at is None else insert_at
+        problem = self._border_problem(at)
+        if problem:
+            raise ValueError(problem)
         held = archived.blocks if blocks is None else tuple(blocks)
         if len(held) != len(archived.keys):
             raise ValueError(f"{len(held)} blocks for a span of {len(archived.keys)}: fetch its bytes first")
-        event = self._event(Event("restore", self.next_row, span=span, insert_at=at, reason="restore"))
-        self._happen(event)
-        del self.archive[span]
-        self.table[at // self.block_tokens : at // self.block_tokens] = held
-        if held != archived.blocks:
+        event = self._new(Event("restore", self.next_row, span=span, insert_at=at, reason="restore"), held)
+        if blocks is not None:
             self.pool.release(archived.blocks)
-        count = len(archived.rows)
-        self.turns = [
-            Turn(turn.start + count, turn.end + count) if turn.start >= at else turn for turn in self.turns
-        ]
+            for block, key in zip(held, archived.keys, strict=True):
+                self.pool.name(block, key)
         return event
 
     def drop_archived(self, span: SpanId, *, moved: bool) -> None:
         """Free the memory of an archived span: ``moved`` to other tiers, or for good."""
-        archived = self.archive.pop(span)
+        archived = self.archive.get(span)
+        if archived is None:
+            raise ValueError("no such span: it was not archived by this session, is back, or was dropped")
         self.pool.release(archived.blocks)
         if moved:
             self.archive[span] = replace(archived, blocks=())
+        else:
+            del self.archive[span]
 
     def set_weights(self, version: int, reason: str = "weights") -> Event:
-        """Rows from now on are computed with other weights, over the K/V of the old ones."""
-        self._require_idle()
-        event = self._event(Event("weights", self.next_row, reason=reason, weights_version=version))
-        self._happen(event)
-        return event
+        """Rows from now on are computed with other weights, over the K/V of the old ones.
 
-    def fork(self, name: bytes, journal: Callable[[Event], None] = lambda event: None) -> Session:
+        Blocks that become full from then on are found by none but those who changed at the same row after the
+        same tokens.  A new session under new weights does this before its first row: then it shares the
+        blocks of every other that did, and none of older weights.
+
+        Raises:
+            ValueError: no version, or the one in force.
+        """
+        self._require_idle()
+        if version < 0 or version == self.view.weights_version:
+            raise ValueError(f"weights {version} after {self.view.weights_version}: that is no change")
+        return self._new(Event("weights", self.next_row, reason=reason, weights_version=version))
+
+    def fork(
+        self,
+        name: bytes,
+        journal: Callable[[Event], None] = _no_journal,
+        *,
+        at_row: int | None = None,
+    ) -> Session:
         """Another session with the same past; blocks are shared, the partial last one excepted, which the
-        engine copies.
+        engine copies: to ``child.table[-1]`` from the block at that place of this table.
 
         Args:
             name: 32 bytes; stands in the child's log.
+            journal: is given the past, too, so that it is a whole log.
+            at_row: with the past before that row: what came after it is abandoned.  Not before the last
+                event, for what that took out of view may be gone.
 
         Raises:
+            ValueError: ``at_row`` is no such row, or ``name`` is none.
             PoolFull: no block for the copy.
         """
         self._require_idle()
-        partial = self.table[self.full_slots // self.block_tokens :]
-        copies = self.pool.take(len(partial))
-        whole = self.table[: len(self.table) - len(partial)]
-        self.pool.hold(whole)
+        if len(name) != 32:
+            raise ValueError(f"a fork's name has 32 bytes, not {len(name)}")
+        row = self.next_row if at_row is None else at_row
+        first = self.events[-1].at_row if self.events else 0
+        if not first <= row <= self.next_row:
+            raise ValueError(f"a fork at row {row}: the view changed at {first}, and {self.next_row} are fed")
         child = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
-        child.table = [*whole, *copies]
-        child.view = self.view.copy()
-        child.tokens, child.turns, child.events = self.tokens[:], self.turns[:], self.events[:]
-        child.protected, child.pending, child.lineage = self.protected, self.pending, self.lineage
-        child._history = self._history.copy()
-        child.archive = dict(self.archive)
-        for archived in child.archive.values():
-            self.pool.hold(archived.blocks)
-        child._happen(child._event(Event("fork", child.next_row, span=SpanId(name), reason="fork")))
+        child._inherit(self, row)
+        try:
+            for event in self.events:
+                journal(event)
+            child._new(Event("fork", row, span=SpanId(name), reason="fork"))
+        except BaseException:
+            child.close()
+            raise
         return child
+
+    # -- memory
+
+    def swap_out(self) -> None:
+        """Let go of the table's blocks; the caller has their bytes, or they are found by their keys."""
+        self._require_idle()
+        full = self.full_slots // self.block_tokens
+        self.swapped = tuple(self._key_of(block) for block in self.table[:full])
+        self.pool.release(self.table)
+        self.table = []
+
+    def swap_in(self, load: Callable[[int, BlockId], None]) -> None:
+        """Take memory for the whole table again, and go on.
+
+        Args:
+            load: writes the bytes for a place of the table into a block; not called for blocks that the pool
+                still has.  Bytes from elsewhere are verified first: they get the name in ``swapped``.
+
+        Raises:
+            ValueError: the session is not swapped out.
+            PoolFull: no memory.  Nothing is changed then, nor when ``load`` raises.
+        """
+        if self.swapped is None:
+            raise ValueError("the session's bytes are in memory")
+        places = -(-self.slot_count // self.block_tokens)
+        found = {
+            place: block
+            for place, key in enumerate(self.swapped)
+            if (block := self.pool.find(key)) is not None
+        }
+        self.pool.hold(found.values())
+        held = list(found.values())
+        try:
+            missing = [place for place in range(places) if place not in found]
+            taken = self.pool.take(len(missing))
+            held += taken
+            for place, block in zip(missing, taken, strict=True):
+                load(place, block)
+                found[place] = block
+        except BaseException:
+            self.pool.release(held)
+            raise
+        self.table = [found[place] for place in range(places)]
+        for block, key in zip(self.table, self.swapped, strict=False):
+            self.pool.name(block, key)
+        self.swapped = None
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""
         if not self.closed:
             if self._planned is not None:
                 self.abandon(self._planned)
-            self.pool.release(self.table)
             for archived in self.archive.values():
                 self.pool.release(archived.blocks)
+            self.pool.release(self.table)
             self.table, self.archive, self.closed = [], {}, True
 
     def check(self) -> None:
@@ -304,14 +473,21 @@ class Session:
         if self.closed:
             return
         size, count = self.block_tokens, self.slot_count
-        assert len(self.table) == -(-count // size), "no empty blocks, no holes"
-        assert len(set(self.table)) == len(self.table)
-        assert all(self.pool.holder_count(block) for block in self.table)
+        self.view.check()
+        if self.swapped is None:
+            assert len(self.table) == -(-count // size), "no empty blocks, no holes"
+            assert len(set(self.table)) == len(self.table)
+            assert all(self.pool.holder_count(block) for block in self.table)
+            assert all(self.pool.key_of(block) for block in self.table[: count // size])
+        else:
+            assert not self.table and len(self.swapped) == count // size
+        for span, archived in self.archive.items():
+            assert len(archived.blocks) in (0, len(archived.keys))
+            assert list(archived.rows) == list(self.view.archived[span])
+            assert tuple(map(self.pool.key_of, archived.blocks)) in ((), archived.keys)
         assert len(self.tokens) == self.next_row <= self.rows_max
-        rows = self.view.rows
         restored = any(event.kind == "restore" for event in self.events)
-        assert restored or all(before < after for before, after in pairwise(rows))
-        assert len(set(rows)) == count and all(row < self.next_row for row in rows)
+        assert restored or all(before < after for before, after in pairwise(self.view.rows))
         ends = [0, *chain.from_iterable((turn.start, turn.end) for turn in self.turns), count]
         assert ends == sorted(ends), "turns overlap or go past the end"
         again = View()
@@ -323,75 +499,167 @@ class Session:
 
     # -- inside
 
-    def _name_blocks(self, first: int) -> None:
-        """Give the full blocks from place ``first`` of the table on their keys."""
-        size, full = self.block_tokens, self.full_slots // self.block_tokens
-        if first >= full:
-            return
-        rows = self.view.rows[first * size : full * size]
-        tokens = [self.tokens[row] for row in rows]
-        parent = self._key_of(self.table[first - 1]) if first else NO_PARENT
-        keys = block_keys(self.namespace, tokens, parent=parent, positions=rows, lineage=self.lineage)
-        for block, key in zip(self.table[first:full], keys, strict=True):
-            self.pool.name(block, key)
+    def _admissible(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        self._require_idle()
+        fed = tuple(token_array(tokens, self.namespace.vocab_size))
+        if fed and self.pending is not None and fed[0] != self.pending:
+            raise ValueError(f"token {self.pending} was sampled and must be fed first")
+        if self.next_row + len(fed) > self.rows_max:
+            raise Refused(
+                f"{self.next_row} rows and {len(fed)} more are over the model's {self.rows_max}; cuts make "
+                "room in memory, not in positions: begin a new session"
+            )
+        return fed
+
+    def _grow(self, blocks: Sequence[BlockId], tokens: Sequence[int]) -> None:
+        self.table += blocks
+        self.view.feed(len(tokens))
+        self.tokens += tokens
+        self._history.feed(tokens, self.namespace.vocab_size)
+        if tokens:
+            self.pending = None
+
+    def _feed(self, tokens: Sequence[int]) -> None:
+        if tokens:
+            self.commit(self.plan(tokens))
+
+    def _inherit(self, parent: Session, row: int) -> None:
+        """All of ``parent`` before ``row``."""
+        behind = parent.next_row - row
+        slots = parent.slot_count - behind
+        whole = parent.table[: slots // self.block_tokens]
+        copies = self.pool.take(-(-slots // self.block_tokens) - len(whole))
+        self.pool.hold(whole)
+        self.table = whole + copies
+        self.view = parent.view.copy()
+        self.view.unfeed(behind)
+        self.tokens, self.events = parent.tokens[:row], parent.events[:]
+        self.turns = [turn for turn in parent.turns if turn.end <= slots]
+        self.protected, self.lineage = parent.protected, parent.lineage
+        self.archive = dict(parent.archive)
+        for archived in self.archive.values():
+            self.pool.hold(archived.blocks)
+        if behind:
+            self._history.feed(self.tokens, self.namespace.vocab_size)
+        else:
+            self._history, self.pending = parent._history.copy(), parent.pending
 
     def _key_of(self, block: BlockId) -> BlockKey:
         key = self.pool.key_of(block)
         assert key is not None, "a full block in a table has a key"
         return key
 
-    def _blocks(self, cut: SlotRange) -> tuple[int, int]:
-        return cut.start // self.block_tokens, cut.end // self.block_tokens
+    def _places(self, cut: Sequence[SlotRange]) -> list[SlotRange]:
+        size = self.block_tokens
+        return [SlotRange(start // size, end // size) for start, end in cut]
 
-    def _check_ranges(self, cut: Sequence[SlotRange]) -> None:
-        self._require_idle()
-        end = self.protected
-        if not cut:
-            raise ValueError("a cut of nothing is no event")
-        for each in cut:
-            if each.start % self.block_tokens or each.end % self.block_tokens:
-                raise ValueError(f"{each} is not in whole blocks of {self.block_tokens}")
-            if each.start < self.protected:
-                raise ValueError(f"{each} touches the protected prefix of {self.protected} slots")
-            if not end <= each.start < each.end:
-                raise ValueError(f"ranges must ascend, be disjoint and not empty: {list(cut)}")
-            end = each.end
-        if end > self.full_slots:
-            raise ValueError(
-                f"{cut[-1]} touches the partial last block; {self.full_slots} slots are in full ones"
+    def _problem(self, event: Event) -> str | None:
+        """Why a recorded event cannot have been one of a session with such blocks."""
+        if event.kind == "evict":
+            return self._cut_problem(event.ranges)
+        return self._border_problem(event.insert_at) if event.kind == "restore" else None
+
+    def _cut_problem(self, ranges: Sequence[tuple[int, int]]) -> str | None:
+        last = self.protected
+        for start, end in ranges:
+            if start % self.block_tokens or end % self.block_tokens:
+                return f"[{start}, {end}) is not in whole blocks of {self.block_tokens}"
+            if start < self.protected:
+                return f"[{start}, {end}) touches the protected prefix of {self.protected} slots"
+            if not last <= start < end:
+                return f"ranges must ascend, be disjoint and not empty: {list(ranges)}"
+            last = end
+        if last > self.full_slots and ranges:
+            return f"slot {last} is behind the full blocks, which end at {self.full_slots}"
+        return None
+
+    def _border_problem(self, slot: int) -> str | None:
+        if slot % self.block_tokens or not self.protected <= slot <= self.full_slots:
+            return (
+                f"slot {slot} is no border of full blocks of {self.block_tokens} between the protected "
+                f"prefix, which ends at {self.protected}, and {self.full_slots}"
             )
+        return None
 
-    def _event(self, event: Event) -> Event:
+    def _new(self, event: Event, blocks: Sequence[BlockId] = ()) -> Event:
         weights = event.weights_version if event.kind == "weights" else self.view.weights_version
-        return self.view.stamped(replace(event, weights_version=weights))
+        stamped = self.view.stamped(replace(event, weights_version=weights))
+        self.journal(stamped)
+        self._happen(stamped, blocks)
+        return stamped
 
-    def _happen(self, event: Event) -> Sequence[int]:
-        self.journal(event)
+    def _happen(self, event: Event, blocks: Sequence[BlockId] = ()) -> None:
+        """``blocks`` are those of a span that comes back."""
         moved = self.view.apply(event)
+        if event.kind == "evict":
+            self._splice_out(event, tuple(moved))
+        elif event.kind == "restore":
+            self._splice_in(event, blocks or self.archive[event.span].blocks)
         self.events.append(event)
         self.lineage = next_lineage(self.lineage, self._history.digest(), event)
-        return moved
+
+    def _splice_out(self, event: Event, rows: tuple[int, ...]) -> None:
+        self.table[:], gone = _divided(self.table, self._places(event.ranges))
+        if event.span:
+            keys = tuple(self._key_of(block) for block in gone)
+            self.archive[event.span] = Archived(tuple(gone), keys, rows)
+        else:
+            self.pool.release(gone)
+        self.turns = _shifted(self.turns, event.ranges)
+
+    def _splice_in(self, event: Event, blocks: Sequence[BlockId]) -> None:
+        place, count = event.insert_at // self.block_tokens, len(self.archive.pop(event.span).rows)
+        self.table[place:place] = blocks
+        self.turns = [
+            Turn(turn.start + count, turn.end + count) if turn.start >= event.insert_at else turn
+            for turn in self.turns
+        ]
 
     def _end_plan(self, feed: Feed) -> None:
         if self._planned is not feed:
             raise ValueError("that feed is not under way")
         self._planned = None
 
-    def _require_open(self) -> None:
+    def _require_idle(self) -> None:
         if self.closed:
             raise Refused("the session is closed; begin another one")
-
-    def _require_idle(self) -> None:
-        self._require_open()
+        if self.swapped is not None:
+            raise Refused("the session's bytes are elsewhere; swap it in first")
         if self._planned is not None:
             raise ValueError("commit or abandon the feed that is under way first")
 
 
-def _shifted(turn: Turn, cut: Sequence[SlotRange]) -> Turn | None:
-    """Where what is left of a turn stands after the cut."""
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[SlotRange, ...]:
+    """One form for one cut."""
+    merged: list[SlotRange] = []
+    for start, end in ranges:
+        if merged and merged[-1].end == start:
+            merged[-1] = SlotRange(merged[-1].start, end)
+        else:
+            merged.append(SlotRange(start, end))
+    return tuple(merged)
+
+
+def _divided(table: Sequence[BlockId], cut: Sequence[SlotRange]) -> tuple[list[BlockId], list[BlockId]]:
+    """(what stays, what goes)."""
+    stays: list[BlockId] = []
+    goes: list[BlockId] = []
+    at = 0
+    for start, end in cut:
+        stays += table[at:start]
+        goes += table[start:end]
+        at = end
+    return stays + list(table[at:]), goes
+
+
+def _shifted(turns: Sequence[Turn], cut: Sequence[SlotRange]) -> list[Turn]:
+    """Where what is left of them stands after the cut."""
+    starts = [each.start for each in cut]
+    lost = [0, *accumulate(each.slot_count for each in cut)]
 
     def moved(slot: int) -> int:
-        return slot - sum(min(max(slot - each.start, 0), each.slot_count) for each in cut)
+        at = bisect_right(starts, slot) - 1
+        return slot if at < 0 else slot - lost[at] - min(slot - starts[at], cut[at].slot_count)
 
-    start, end = moved(turn.start), moved(turn.end)
-    return Turn(start, end) if start < end else None
+    left = (Turn(moved(start), moved(end)) for start, end in turns)
+    return [turn for turn in left if turn.start < turn.end]

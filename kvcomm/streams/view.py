@@ -5,41 +5,82 @@ difference is ``Corrupt``, never a warning: a rollout whose events were lost loo
 
 Row ``q`` attends row ``k`` if and only if ``k <= q`` and ``q`` lies in one of ``k``'s half-open visibility
 intervals ``[birth, death)``.  Evicting closes the last interval, restoring opens another one.
+
+A view is kept as runs, for it has few: rows are fed one after the other, and only events break their order.
+So feeding a row costs the same however many there are, and an event costs the runs, not the rows.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from kvcomm.errors import Corrupt
-from kvcomm.streams.events import ROOT_DIGEST, Event, SlotRange, SpanId, ViewDigest, next_digest
+from kvcomm.streams.events import (
+    ROOT_DIGEST,
+    Event,
+    Run,
+    SlotRange,
+    SpanId,
+    ViewDigest,
+    joined,
+    next_digest,
+    run_rows,
+)
 
 
 @dataclass(slots=True)
 class View:
-    """``rows[slot]`` is the row that stands there; ``next_row`` the row that is fed next."""
+    """What the next row attends."""
 
-    rows: array[int] = field(default_factory=lambda: array("q"))
+    runs: list[Run] = field(default_factory=list)
+    """The rows in view, slot by slot; see :attr:`rows`."""
+    slot_count: int = 0
     next_row: int = 0
+    """The row that is fed next."""
     digest: ViewDigest = ROOT_DIGEST
     weights_version: int = 0
     archived: dict[SpanId, array[int]] = field(default_factory=dict)
     """Rows that can be restored."""
+    _rows: array[int] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def slot_count(self) -> int:
-        return len(self.rows)
+    def rows(self) -> array[int]:
+        """``rows[slot]`` is the row that stands there; to be read at once, not changed, nor kept as a buffer.
+        Computed anew after an event, and only continued by a feed."""
+        if self._rows is None:
+            self._rows = run_rows(self.runs)
+        return self._rows
+
+    def rows_from(self, slot: int) -> array[int]:
+        """The rows from ``slot`` to the end, for the cost of those."""
+        return run_rows(_tail(self.runs, self.slot_count - slot))
 
     def copy(self) -> View:
-        return View(self.rows[:], self.next_row, self.digest, self.weights_version, dict(self.archived))
+        return replace(self, runs=self.runs[:], archived=dict(self.archived), _rows=None)
 
     def feed(self, count: int) -> None:
         """``count`` more rows are computed under this view and stand at its end."""
         assert count >= 0
-        self.rows.extend(range(self.next_row, self.next_row + count))
+        fed = Run(self.next_row, count)
+        last = self.runs.pop() if self.runs else Run(self.next_row, 0)
+        self.runs += joined((last, fed))
+        self.slot_count += count
         self.next_row += count
+        if self._rows is not None:
+            self._rows.extend(range(fed.first, self.next_row))
+
+    def unfeed(self, count: int) -> None:
+        """The last ``count`` rows, all fed since the last event, never were."""
+        assert 0 <= count <= (self.runs[-1].length if self.runs else 0)
+        if count:
+            last = self.runs.pop()
+            self.runs += joined((Run(last.first, last.length - count),))
+            self.slot_count -= count
+            self.next_row -= count
+            self._rows = None
 
     def stamped(self, event: Event) -> Event:
         """``event`` with the digest that it will have here; the view stays as it is.
@@ -47,7 +88,7 @@ class View:
         Raises:
             Corrupt: it cannot happen here.
         """
-        after = self._rows_after(event)[0]
+        after = self._runs_after(event)[0]
         return replace(event, view_digest=next_digest(self.digest, event, after))
 
     def apply(self, event: Event) -> array[int]:
@@ -57,7 +98,7 @@ class View:
             Corrupt: it cannot happen here, or its digest is not the one that it has here: an event before it
             is missing, doubled, changed or out of order.  Nothing is changed then.
         """
-        after, moved = self._rows_after(event)
+        after, moved = self._runs_after(event)
         digest = next_digest(self.digest, event, after)
         if digest != event.view_digest:
             raise Corrupt(
@@ -68,10 +109,20 @@ class View:
             del self.archived[event.span]
         elif event.kind == "evict" and event.span:
             self.archived[event.span] = moved
-        self.rows, self.digest, self.weights_version = after, digest, event.weights_version
+        self.runs, self.digest, self.weights_version = after, digest, event.weights_version
+        self.slot_count += {"evict": -len(moved), "restore": len(moved)}.get(event.kind, 0)
+        self._rows = None
         return moved
 
-    def _rows_after(self, event: Event) -> tuple[array[int], array[int]]:
+    def check(self) -> None:
+        """Assert the invariants."""
+        rows = run_rows(self.runs)
+        assert self.runs == joined(self.runs), "a view has one form"
+        assert len(rows) == self.slot_count and (self._rows is None or self._rows == rows)
+        assert len(set(rows)) == len(rows) and all(0 <= row < self.next_row for row in rows)
+        assert not set(rows) & set(chain.from_iterable(self.archived.values()))
+
+    def _runs_after(self, event: Event) -> tuple[list[Run], array[int]]:
         """(the view after it, the rows that moved)."""
         if event.at_row != self.next_row:
             raise Corrupt(f"an event at row {event.at_row} after {self.next_row} rows")
@@ -81,27 +132,53 @@ class View:
             return self._without(event.ranges, event.span)
         if event.kind == "restore":
             return self._with(event.span, event.insert_at)
-        return self.rows, array("q")
+        return self.runs, array("q")
 
-    def _without(self, ranges: Sequence[SlotRange], span: SpanId) -> tuple[array[int], array[int]]:
-        if ranges[-1].end > len(self.rows):
-            raise Corrupt(f"a cut up to slot {ranges[-1].end} of a view of {len(self.rows)}")
+    def _without(self, ranges: Sequence[SlotRange], span: SpanId) -> tuple[list[Run], array[int]]:
+        if ranges[-1].end > self.slot_count:
+            raise Corrupt(f"a cut up to slot {ranges[-1].end} of a view of {self.slot_count}")
         if span in self.archived:
             raise Corrupt("a span is archived already")
-        kept, gone, at = array("q"), array("q"), 0
-        for start, end in ranges:
-            kept += self.rows[at:start]
-            gone += self.rows[start:end]
-            at = end
-        return kept + self.rows[at:], gone
+        kept, gone = _divided(self.runs, chain.from_iterable(ranges))
+        return joined(kept), run_rows(gone)
 
-    def _with(self, span: SpanId, insert_at: int) -> tuple[array[int], array[int]]:
+    def _with(self, span: SpanId, insert_at: int) -> tuple[list[Run], array[int]]:
         back = self.archived.get(span)
         if back is None:
             raise Corrupt("a restore of rows that were not archived, or are back already")
-        if insert_at > len(self.rows):
-            raise Corrupt(f"a restore at slot {insert_at} of a view of {len(self.rows)}")
-        return self.rows[:insert_at] + back + self.rows[insert_at:], back
+        if insert_at > self.slot_count:
+            raise Corrupt(f"a restore at slot {insert_at} of a view of {self.slot_count}")
+        before, after = _divided(self.runs, [insert_at])
+        return joined(chain(before, (Run(row, 1) for row in back), after)), back
+
+
+def _divided(runs: Sequence[Run], borders: Iterable[int]) -> tuple[list[Run], list[Run]]:
+    """The runs of the stretches between ``borders``, which are slots in ascending order: every other stretch
+    from the first on, and the others."""
+    parts: tuple[list[Run], list[Run]] = [], []
+    slot, into, left = 0, 0, iter(borders)
+    border = next(left, None)
+    for first, length in runs:
+        end = slot + length
+        while border is not None and border < end:
+            parts[into].append(Run(first, border - slot))
+            first, slot = first + border - slot, border
+            into, border = 1 - into, next(left, None)
+        parts[into].append(Run(first, end - slot))
+        slot = end
+    return parts
+
+
+def _tail(runs: Sequence[Run], count: int) -> list[Run]:
+    """The last ``count`` rows."""
+    tail: list[Run] = []
+    for run in reversed(runs):
+        if count <= 0:
+            break
+        taken = min(count, run.length)
+        tail.append(Run(run.first + run.length - taken, taken))
+        count -= taken
+    return tail[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +187,8 @@ class Visibility:
 
     row_count: int
     intervals: tuple[tuple[tuple[int, int], ...], ...]
-    """By row: ``[birth, death)`` in rows that attend it, ascending.  A row in view at the end dies at
-    ``row_count``."""
+    """By row: ``[birth, death)`` in rows that attend it, ascending, none empty and none touching the next.  A
+    row in view at the end dies at ``row_count``."""
 
     @property
     def interval_count(self) -> int:
@@ -137,7 +214,31 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
         view.feed(event.at_row - view.next_row)
         for row in view.apply(event):
             if event.kind == "evict":
-                intervals[row][-1] = (intervals[row][-1][0], event.at_row)
+                _close(intervals[row], event.at_row)
             else:
-                intervals[row].append((event.at_row, row_count))
-    return Visibility(row_count, tuple(tuple(each) for each in intervals))
+                _open(intervals[row], event.at_row, row_count)
+    lived = (tuple(each for each in row if each[0] < row_count) for row in intervals)
+    return Visibility(row_count, tuple(lived))
+
+
+def _close(intervals: list[tuple[int, int]], at_row: int) -> None:
+    """Nobody saw it in a view in which no row was fed."""
+    birth, _ = intervals.pop()
+    if birth < at_row:
+        intervals.append((birth, at_row))
+
+
+def _open(intervals: list[tuple[int, int]], at_row: int, row_count: int) -> None:
+    """Back at the row where it went: it was never away."""
+    birth = intervals.pop()[0] if intervals[-1][1] == at_row else at_row
+    intervals.append((birth, row_count))
+
+
+def weights_runs(row_count: int, events: Sequence[Event]) -> list[tuple[int, Run]]:
+    """Which weights computed which rows, ``(version, rows)`` in order: a replay with one version judges the
+    rows of that version alone."""
+    changes = [(0, 0), *((each.at_row, each.weights_version) for each in events if each.kind == "weights")]
+    ends = [*(row for row, _ in changes[1:]), row_count]
+    return [
+        (version, Run(row, end - row)) for (row, version), end in zip(changes, ends, strict=True) if end > row
+    ]

@@ -10,12 +10,15 @@ from transformers import PreTrainedModel
 from kvcomm.block import Buffer
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_types, window_of
 from kvcomm.engines.transformers.identity import namespace_of
-from kvcomm.engines.transformers.lanes import lane_cache, lane_slots
+from kvcomm.engines.transformers.lanes import Lanes, lane_cache, lane_places
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
+
+_ALIGNED = 16
+"""Attention kernels want masks whose rows are multiples of it."""
 
 
 def _no_journal(event: Event) -> None:
@@ -33,6 +36,7 @@ class StreamEngine:
         rows_max: most rows of a session; the model's ``max_position_embeddings`` if not given.
         chunk_rows: most rows of a session in one pass, bounds the memory of the attention mask; a longer
             feed is computed in several.
+        lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
 
     Raises:
         UnsupportedModel: see :func:`namespace_of`.
@@ -47,13 +51,15 @@ class StreamEngine:
         block_tokens: int = 16,
         rows_max: int | None = None,
         chunk_rows: int = 1024,
+        lanes_max: int = 32,
     ) -> None:
-        if chunk_rows < 1:
-            raise ValueError("chunk_rows must be at least 1")
+        if chunk_rows < 1 or lanes_max < 1:
+            raise ValueError("chunk_rows and lanes_max must be at least 1")
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
         self.paged = PagedKV(self.namespace, block_count, model.device)
+        self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
         self._chunk_rows = chunk_rows
@@ -70,6 +76,8 @@ class StreamEngine:
             ValueError: the model is in training mode, a session stands twice, or is of another engine.
         """
         self._check(feeds)
+        if not feeds:
+            return []
         planned: list[tuple[Session, Feed]] = []
         try:
             for session, tokens in feeds:
@@ -81,6 +89,7 @@ class StreamEngine:
             raise
         for session, feed in planned:
             session.commit(feed)
+            self.lanes.fed(session)
         return logits
 
     def fork(
@@ -108,50 +117,47 @@ class StreamEngine:
             raise ValueError("a session of another engine: its blocks are not in this memory")
 
     def _computed(self, planned: Sequence[tuple[Session, Feed]]) -> list[torch.Tensor]:
-        """K/V written to the paged memory; the logits after each feed's last token."""
-        logits: dict[int, torch.Tensor] = {}
-        longest = max((len(feed.tokens) for _, feed in planned), default=0)
-        for start in range(0, longest, self._chunk_rows):
-            at = [index for index, (_, feed) in enumerate(planned) if len(feed.tokens) > start]
-            with torch.inference_mode():
-                rows = self._pass([planned[index] for index in at], start)
-            logits |= zip(at, rows.clone(), strict=True)  # of ordinary tensors, whoever computes on
-        return [logits[index] for index in range(len(planned))]
+        """K/V written to lanes and paged memory; the logits after each feed's last token."""
+        counts = [len(feed.tokens) for _, feed in planned]
+        padding = min(self._chunk_rows, max(counts) - min(counts))
+        places = padding + max(feed.first_slot + len(feed.tokens) for _, feed in planned)
+        with torch.inference_mode():
+            lanes = self.lanes.seat([session for session, _ in planned], places)
+            by_lane = dict(zip(lanes, (feed for _, feed in planned), strict=True))
+            logits: dict[int, torch.Tensor] = {}
+            for start in range(0, max(counts), self._chunk_rows):
+                logits |= self._pass(by_lane, start)
+        return [logits[lane].clone() for lane in lanes]  # ordinary tensors, whoever computes on
 
-    def _pass(self, planned: Sequence[tuple[Session, Feed]], start: int) -> torch.Tensor:
-        """Tokens ``[start, start + chunk_rows)`` of each feed; float32 ``[feed, vocab_size]``."""
-        device = self.paged.states.device
-        parts = [feed.tokens[start : start + self._chunk_rows] for _, feed in planned]
-        firsts = [feed.first_slot + start for _, feed in planned]
-        counts = [len(part) for part in parts]
+    def _pass(self, by_lane: dict[int, Feed], start: int) -> dict[int, torch.Tensor]:
+        """Tokens ``[start, start + chunk_rows)`` of each feed.  Float32 ``[vocab_size]`` by lane, for those
+        that have some."""
+        parts = {lane: feed.tokens[start : start + self._chunk_rows] for lane, feed in by_lane.items()}
+        active = [lane for lane, part in parts.items() if part]
+        window = range(min(active), max(active) + 1)
+        counts = [len(parts[lane]) for lane in window]
+        firsts = [by_lane[lane].first_slot + min(start, len(by_lane[lane].tokens)) for lane in window]
         most = max(counts)
-        places = torch.tensor(lane_slots(firsts, counts), device=device)
-        ids = torch.tensor([[0] * (most - len(part)) + list(part) for part in parts], device=device)
-        shift = torch.tensor([[feed.first_row - feed.first_slot] for _, feed in planned], device=device)
-        positions = places + shift
-        states, key_positions = self._gathered(planned, start, max(firsts) + most)
-        key_positions.scatter_(1, places, positions)
+        reach = -(-(max(firsts) + most) // _ALIGNED) * _ALIGNED
+        device = self.paged.states.device
+        shifts = [by_lane[lane].first_row - by_lane[lane].first_slot for lane in window]
+        given = torch.tensor(
+            [
+                [shift, *at, *[0] * (most - len(parts[lane])), *parts[lane]]
+                for lane, shift, at in zip(window, shifts, lane_places(firsts, counts), strict=True)
+            ],
+            device=device,
+        )
+        places, ids = given[:, 1 : most + 1], given[:, most + 1 :]
+        positions = places + given[:, :1]
+        lanes = slice(window.start, window.stop)
+        self.lanes.rows[lanes].scatter_(1, places, positions)
+        states = self.lanes.states[:, :, lanes, :, :reach]
+        masks = self._masks(places, positions, self.lanes.rows[lanes, :reach])
         cache = lane_cache(states, places, max(firsts))
-        masks = self._masks(places, positions, key_positions)
         logits = forward(self.model, ids, positions, masks, cache=cache, last=1)[:, -1].float()
-        self._write(planned, states, firsts, counts)
-        return logits
-
-    def _gathered(
-        self, planned: Sequence[tuple[Session, Feed]], start: int, place_count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lanes ``[layer, K or V, lane, kv head, place, head dim]`` and the rows at their places."""
-        layers, two, _, heads, size, dim = self.paged.states.shape
-        states = self.paged.states.new_zeros(layers, two, len(planned), heads, place_count, dim)
-        rows = torch.zeros(len(planned), place_count, dtype=torch.int64)
-        for lane, (session, feed) in enumerate(planned):
-            held = feed.first_slot + start
-            fed = range(feed.first_row, feed.first_row + start)
-            rows[lane, :held] = torch.tensor([*session.view.rows, *fed], dtype=torch.int64)
-            blocks = torch.tensor(feed.blocks[: -(-held // size)], dtype=torch.int64, device=states.device)
-            for layer in range(layers if held else 0):
-                states[layer, :, lane, :, :held] = self.paged.read(layer, blocks)[:, :, :held]
-        return states, rows.to(states.device)
+        self._write([by_lane[lane] for lane in window], states, firsts, counts)
+        return {lane: logits[lane - window.start] for lane in active}
 
     def _masks(
         self, places: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor
@@ -167,7 +173,7 @@ class StreamEngine:
 
     def _write(
         self,
-        planned: Sequence[tuple[Session, Feed]],
+        feeds: Sequence[Feed],
         states: torch.Tensor,
         firsts: Sequence[int],
         counts: Sequence[int],
@@ -177,9 +183,10 @@ class StreamEngine:
         lanes: list[int] = []
         slots: list[int] = []
         blocks: list[int] = []
-        for lane, ((_, feed), first, count) in enumerate(zip(planned, firsts, counts, strict=True)):
+        for lane, (feed, first, count) in enumerate(zip(feeds, firsts, counts, strict=True)):
             lanes += [lane] * count
             slots += range(first, first + count)
-            blocks += [feed.blocks[slot // size] for slot in range(first, first + count)]
+            before = feed.first_slot // size
+            blocks += [feed.tail[slot // size - before] for slot in range(first, first + count)]
         where = torch.tensor([lanes, slots, blocks], device=states.device)
         self.paged.write(where[2], where[1] % size, states[:, :, where[0], :, where[1]])

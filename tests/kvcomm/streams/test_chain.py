@@ -8,7 +8,7 @@ from kvcomm.errors import Corrupt
 from kvcomm.streams.chain import chain_of, tail_key
 from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.session import Session
-from tests.kvcomm.streams.stories import NAMESPACE, told
+from tests.kvcomm.streams.pasts import NAMESPACE, told
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -15,7 +15,7 @@ from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.events import SpanId
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
-from tests.kvcomm.streams.stories import NAMESPACE, told
+from tests.kvcomm.streams.pasts import NAMESPACE, told
 from tests.namespaces import namespace
 
 
