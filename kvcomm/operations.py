@@ -111,7 +111,7 @@ class Operations:
         self._strong = strong
         self._leases = leases
         self._tenant = tenant
-        self._producer = producer
+        self.producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
         """Namespaces bound lately, by the id the caller's object has: binding hashes the whole identity."""
 
@@ -354,7 +354,7 @@ class Operations:
                 parent,
                 payload,
                 logical_start=starts[at],
-                producer=self._producer,
+                producer=self.producer,
                 lineage=lineage,
             )
             return BlockCopy(header, payload)
