@@ -248,6 +248,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Blocks asked for and not had: nobody has them, or they stand behind one that nobody has.",
     ),
     Definition(
+        "kvcomm_fetch_foreign_blocks_total", "counter", _CLIENT,
+        "Blocks of which a copy said that it was computed under another lineage of cuts than the one asked "
+        "for. Not served: each is a miss. Anything but 0 is worth an alarm.",
+    ),
+    Definition(
         "kvcomm_copies_refused_total", "counter", _CLIENT,
         "Copies whose header or checksum did not verify, by the tier they came from. Not served: each is a "
         "miss. Anything but 0 is worth an alarm.",

@@ -127,11 +127,22 @@ class Operations:
         Raises ``TokenError`` for ids out of range and ``Refused`` for a namespace of another tenant.
         """
         keys = block_keys(self.bind(namespace), tokens, lineage=lineage, extra=extra)
-        return (yield from self._fetch(keys, namespace.block_tokens))
+        return (yield from self._fetch(keys, [lineage] * len(keys), namespace.block_tokens))
 
     def follow(self, manifest: Manifest) -> Steps[Hit]:
         """Fetch the blocks that a manifest names."""
-        return (yield from self._fetch(manifest.keys, manifest.block_tokens))
+        lineages = [manifest.lineage] * len(manifest.keys)
+        return (yield from self._fetch(manifest.keys, lineages, manifest.block_tokens))
+
+    def fetch_named(
+        self, namespace: Namespace, keys: Sequence[BlockKey], lineages: Sequence[bytes]
+    ) -> Steps[Hit]:
+        """Fetch blocks by their keys, one lineage a key; the leading ones that could be had."""
+        return (yield from self._fetch(keys, lineages, self.bind(namespace).block_tokens))
+
+    def present(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
+        """Which of ``keys`` somebody seems to have."""
+        return (yield from self._blocks.present(keys))
 
     def publish(
         self,
@@ -162,6 +173,15 @@ class Operations:
             )
         starts = [index * namespace.block_tokens for index in range(len(keys))]
         return (yield from self._publish(namespace, keys, blocks, first_block, starts, lineage))
+
+    def publish_copies(
+        self, namespace: Namespace, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]
+    ) -> Steps[Published]:
+        """Publish copies that ``build(index)`` makes where nobody has ``keys[index]`` yet."""
+        publishing = self._blocks.publish(keys, build)
+        stored = yield from self._tally.timed("publish", publishing)
+        self._tally.published(stored, namespace.block_bytes)
+        return Published(tuple(stored))
 
     def append(
         self,
@@ -302,8 +322,8 @@ class Operations:
             )
         return namespace
 
-    def _fetch(self, keys: Sequence[BlockKey], block_tokens: int) -> Steps[Hit]:
-        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys))
+    def _fetch(self, keys: Sequence[BlockKey], lineages: Sequence[bytes], block_tokens: int) -> Steps[Hit]:
+        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys, lineages))
         self._tally.fetched(prefix, block_tokens)
         return Hit(tuple(keys), prefix.blocks, block_tokens)
 
@@ -333,10 +353,7 @@ class Operations:
             )
             return BlockCopy(header, payload)
 
-        publishing = self._blocks.publish(keys[first : first + len(blocks)], build)
-        stored = yield from self._tally.timed("publish", publishing)
-        self._tally.published(stored, namespace.block_bytes)
-        return Published(tuple(stored))
+        return (yield from self.publish_copies(namespace, keys[first : first + len(blocks)], build))
 
 
 def _payload(namespace: Namespace, block: Buffer) -> memoryview:
