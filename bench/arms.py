@@ -304,13 +304,18 @@ class Runner:
 
 
 def race(
-    runners: Sequence[Runner], *, leaders: int = 0, go_on: Callable[[int], bool] = lambda turn: True
+    runners: Sequence[Runner],
+    *,
+    leaders: int = 0,
+    go_on: Callable[[int], bool] = lambda turn: True,
+    close: bool = True,
 ) -> Iterator[Race]:
     """Lead all runners through their text, and give what there is after every turn.
 
     Args:
         leaders: so many of them always go first, in this order (1 = what the first one draws is the script).
         go_on: is asked before each turn; at the first ``False`` all stop there.
+        close: let go of all memory at the end.
     """
     text, streams = runners[0].text, len(runners[0].script.system)
     found = Race(text, streams, [runner.run for runner in runners])
@@ -324,5 +329,5 @@ def race(
         for runner in (*runners[:leaders], *rest[first:], *rest[:first]):
             runner.take(turn)
         yield found
-    for runner in runners:
+    for runner in runners if close else ():
         runner.close()

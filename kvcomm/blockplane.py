@@ -12,6 +12,8 @@ The path of a fetch, for ``n`` block keys::
     <-   what came from L3 goes into L1 and is promoted to L2 for the other agents of the rack
 
 A block that was there at lookup and is gone (evicted, damaged, its shard died) ends the prefix at that point.
+So does a copy whose header names another lineage than the one asked for: its bytes were computed under
+another view, whatever its key says.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Prefix:
 
     blocks: tuple[Block, ...]
     asked_count: int
+    foreign_count: int = 0
+    """Blocks of which a copy was refused because it is of another lineage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +69,31 @@ class BlockPlane(Generic[M]):
     def __init__(self, l1: Near[M], l2: Tier | None, l3: Tier | None, clock: Callable[[], float]) -> None:
         self._l1, self._l2, self._l3, self._clock = l1, l2, l3, clock
 
-    def fetch(self, keys: Sequence[BlockKey]) -> Steps[Prefix]:
+    def fetch(self, keys: Sequence[BlockKey], lineages: Sequence[bytes]) -> Steps[Prefix]:
         """The longest prefix of ``keys`` that somebody has; emits each ``Block`` in order as soon as it is
         verified.
+
+        Args:
+            lineages: one a key, that its copies must name.
 
         Never raises for lost, damaged or unreachable blocks: they end the prefix.
         """
         since, near = self._l1.moment, self._l1.get(keys)
         where = yield from self._locate(keys, near, since)
-        run = _Run(list(keys[: len(where)]), near[: len(where)])
+        run = _Run(list(keys[: len(where)]), list(lineages[: len(where)]))
+        run.take(block for block in near[: len(where)] if block)
         yield from run.emit_ready()
         yield from self._from_l2(run, [index for index, tier in enumerate(where) if tier == "l2"])
         yield from self._from_l3(run)
         self._l1.touch(keys[: len(run.delivered)])
-        return Prefix(tuple(run.delivered), len(keys))
+        return Prefix(tuple(run.delivered), len(keys), len(run.foreign))
+
+    def present(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
+        """Which of ``keys`` somebody seems to have; fetches, pins and verifies nothing."""
+        where: list[TierName | None] = ["l1" if block else None for block in self._l1.get(keys)]
+        yield from _fill(where, "l2", self._l2, keys)
+        yield from _fill(where, "l3", self._l3, keys)
+        return [tier is not None for tier in where]
 
     def publish(self, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]) -> Steps[list[Stored]]:
         """Write to each tier what it lacks.  ``build(index)`` makes a copy (and hashes it) only where one is
@@ -120,8 +135,8 @@ class BlockPlane(Generic[M]):
             return
 
         def found(position: int, block: Block) -> None:
-            self._l1.put(block)
-            run.take([block])
+            if run.take([block]):
+                self._l1.put(block)
 
         yield from run.emitting(self._l2.get([run.keys[index] for index in indices], found))
 
@@ -160,9 +175,9 @@ class BlockPlane(Generic[M]):
         keys = list(keys)  # the claim's own list shrinks as blocks land
 
         def found(position: int, block: Block) -> None:
-            claim.landed(block, self._clock())
-            run.take([block])
-            loaded.append(block)
+            if run.take([block]):
+                claim.landed(block, self._clock())
+                loaded.append(block)
 
         yield from run.emitting(l3.get(keys, found))
         claim.failed([key for key in keys if not run.has(key)], self._clock())
@@ -173,16 +188,27 @@ class _Run:
     """The prefix on its way to the caller: what has arrived, and how far it was handed on in order."""
 
     keys: list[BlockKey]
-    blocks: list[Block | None]
+    lineages: list[bytes]
     delivered: list[Block] = field(default_factory=list)
+    foreign: set[BlockKey] = field(default_factory=set)
+    blocks: list[Block | None] = field(init=False)
     _index: dict[BlockKey, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.blocks = [None] * len(self.keys)
         self._index = {key: index for index, key in enumerate(self.keys)}
 
-    def take(self, blocks: Iterable[Block]) -> None:
+    def take(self, blocks: Iterable[Block]) -> int:
+        """How many of them are what was asked for; the others are let go."""
+        taken = 0
         for block in blocks:
-            self.blocks[self._index[block.key]] = block
+            index = self._index[block.key]
+            if block.header.lineage == self.lineages[index]:
+                self.blocks[index] = block
+                taken += 1
+            else:
+                self.foreign.add(block.key)
+        return taken
 
     def has(self, key: BlockKey) -> bool:
         return self.blocks[self._index[key]] is not None

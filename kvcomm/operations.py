@@ -31,6 +31,7 @@ from kvcomm.errors import (
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
 from kvcomm.mergeplane import MergePlane
+from kvcomm.metrics import Metrics
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
@@ -110,9 +111,14 @@ class Operations:
         self._strong = strong
         self._leases = leases
         self._tenant = tenant
-        self._producer = producer
+        self.producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
         """Namespaces bound lately, by the id the caller's object has: binding hashes the whole identity."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of this client."""
+        return self._tally.metrics
 
     def fetch(
         self,
@@ -127,11 +133,22 @@ class Operations:
         Raises ``TokenError`` for ids out of range and ``Refused`` for a namespace of another tenant.
         """
         keys = block_keys(self.bind(namespace), tokens, lineage=lineage, extra=extra)
-        return (yield from self._fetch(keys, namespace.block_tokens))
+        return (yield from self._fetch(keys, [lineage] * len(keys), namespace.block_tokens))
 
     def follow(self, manifest: Manifest) -> Steps[Hit]:
         """Fetch the blocks that a manifest names."""
-        return (yield from self._fetch(manifest.keys, manifest.block_tokens))
+        lineages = [manifest.lineage] * len(manifest.keys)
+        return (yield from self._fetch(manifest.keys, lineages, manifest.block_tokens))
+
+    def fetch_named(
+        self, namespace: Namespace, keys: Sequence[BlockKey], lineages: Sequence[bytes]
+    ) -> Steps[Hit]:
+        """Fetch blocks by their keys, one lineage a key; the leading ones that could be had."""
+        return (yield from self._fetch(keys, lineages, self.bind(namespace).block_tokens))
+
+    def present(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
+        """Which of ``keys`` somebody seems to have."""
+        return (yield from self._blocks.present(keys))
 
     def publish(
         self,
@@ -162,6 +179,15 @@ class Operations:
             )
         starts = [index * namespace.block_tokens for index in range(len(keys))]
         return (yield from self._publish(namespace, keys, blocks, first_block, starts, lineage))
+
+    def publish_copies(
+        self, namespace: Namespace, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]
+    ) -> Steps[Published]:
+        """Publish copies that ``build(index)`` makes where nobody has ``keys[index]`` yet."""
+        publishing = self._blocks.publish(keys, build)
+        stored = yield from self._tally.timed("publish", publishing)
+        self._tally.published(stored, namespace.block_bytes)
+        return Published(tuple(stored))
 
     def append(
         self,
@@ -302,8 +328,8 @@ class Operations:
             )
         return namespace
 
-    def _fetch(self, keys: Sequence[BlockKey], block_tokens: int) -> Steps[Hit]:
-        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys))
+    def _fetch(self, keys: Sequence[BlockKey], lineages: Sequence[bytes], block_tokens: int) -> Steps[Hit]:
+        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys, lineages))
         self._tally.fetched(prefix, block_tokens)
         return Hit(tuple(keys), prefix.blocks, block_tokens)
 
@@ -328,15 +354,12 @@ class Operations:
                 parent,
                 payload,
                 logical_start=starts[at],
-                producer=self._producer,
+                producer=self.producer,
                 lineage=lineage,
             )
             return BlockCopy(header, payload)
 
-        publishing = self._blocks.publish(keys[first : first + len(blocks)], build)
-        stored = yield from self._tally.timed("publish", publishing)
-        self._tally.published(stored, namespace.block_bytes)
-        return Published(tuple(stored))
+        return (yield from self.publish_copies(namespace, keys[first : first + len(blocks)], build))
 
 
 def _payload(namespace: Namespace, block: Buffer) -> memoryview:

@@ -26,6 +26,7 @@ class Tally:
         self._blocks = {tier: metrics.counter("kvcomm_fetch_blocks_total", tier=tier) for tier in TIERS}
         self._bytes = {tier: metrics.counter("kvcomm_fetch_bytes_total", tier=tier) for tier in TIERS}
         self._missed = metrics.counter("kvcomm_fetch_missed_blocks_total")
+        self._foreign = metrics.counter("kvcomm_fetch_foreign_blocks_total")
         self._siblings = metrics.counter("kvcomm_record_siblings_total")
         self._read = metrics.counter("kvcomm_record_operations_total", operation="get", outcome="ok")
         self._read_degraded = metrics.counter(
@@ -40,6 +41,7 @@ class Tally:
             self._blocks[block.tier].add()
             self._bytes[block.tier].add(block.header.payload_bytes)
         self._missed.add(prefix.asked_count - len(prefix.blocks))
+        self._foreign.add(prefix.foreign_count)
 
     def published(self, stored: Sequence[Stored], block_bytes: int) -> None:
         for each in stored:

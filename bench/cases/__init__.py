@@ -17,6 +17,7 @@ CASES = (
     "failover",
     "repair",
     "prefill",
+    "streams",
     "footprint",
 )
 """In the order of the report."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.arms import WAYS, Arm, Runner, Script, Text, race
+from bench.arms import WAYS, Arm, Runner, Script, Text, Watch, race
 from bench.streams import SCHEDULES, blocks_for
 from kvcomm.block import Buffer
 from kvcomm.streams.pool import BlockId, BlockPool
@@ -57,6 +57,10 @@ def runners(arms: Sequence[Arm], text: Text, *, streams: int = 1, forced: bool =
 def drawing(number: int) -> Any:
     """Another token in every arm."""
     return lambda logits: [(token + number + 1) % VOCAB for token in logits]
+
+
+def watching(order: list[str], name: str) -> Watch:
+    return lambda turn, step, logits, tokens: order.append(name)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_who_goes_first_rotates_and_all_stop_after_the_same_turn():
     order: list[str] = []
     several = runners([Arm("splice", 3, 1), Arm("again", 3, 1), Arm("never")], TEXT)
     for runner in several:
-        runner.watch = lambda turn, step, logits, tokens, name=runner.arm.way: order.append(name)
+        runner.watch = watching(order, runner.arm.way)
     *_, found = race(several, go_on=lambda turn: turn < 2)
     assert found.turns_run == 2 and {len(run.turns) for run in found.runs} == {3}
     assert order[:: TEXT.written] == ["splice", "again", "never", "again", "never", "splice"]

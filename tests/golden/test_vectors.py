@@ -6,6 +6,7 @@ import pytest
 
 from kvcomm.block import BlockHeader
 from kvcomm.manifest import Manifest
+from kvcomm.streams import rollout_codec
 from tests.golden import vectors
 
 COMPUTED = vectors.computed()
@@ -32,3 +33,9 @@ def test_a_recorded_header_is_still_read(name: str):
 
 def test_a_recorded_manifest_is_still_read():
     assert Manifest.decode(bytes.fromhex(vectors.recorded("manifests")["jump"])) == vectors.manifest()
+
+
+def test_a_recorded_rollout_is_still_read():
+    recorded = vectors.recorded("rollouts")
+    assert rollout_codec.decode(bytes.fromhex(recorded["binary"])) == vectors.rollout()
+    assert rollout_codec.from_json(recorded["json"].encode()) == vectors.rollout()

@@ -15,6 +15,9 @@ from kvcomm.block import BlockHeader, BlockKey, Incarnation, block_keys, header_
 from kvcomm.canonical import canonical_bytes
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
+from kvcomm.streams import rollout_codec
+from kvcomm.streams.events import Event, SlotRange, SpanId, ViewDigest
+from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from tests.namespaces import namespace
 
 DIRECTORY = Path(__file__).parent
@@ -85,6 +88,24 @@ def manifest() -> Manifest:
     return start.append(TOKENS[:40], ns).append(TOKENS[40:], ns, position=90)
 
 
+def rollout() -> Rollout:
+    """Of every kind of part one; the digests are not those that such events have."""
+    span, digest = SpanId(LINEAGE), ViewDigest(bytes(reversed(range(32))))
+    cut = (SlotRange(16, 32), SlotRange(48, 64))
+    events = (
+        Event("evict", 65, cut, span, reason="fenêtre", view_digest=digest),
+        Event("weights", 65, weights_version=2, view_digest=digest),
+        Event("restore", 66, span=span, insert_at=16, weights_version=2, view_digest=digest),
+        Event("fork", 70, span=span, weights_version=2, view_digest=digest),
+    )
+    samples = (
+        Sample(60, TOKENS[61], -0.5, Sampling()),
+        Sample(61, TOKENS[62], -1e-9, Sampling()),
+        Sample(69, 5, -2.5, Sampling(0.7, 20, 0.9)),
+    )
+    return Rollout.sealed("r-1 🧠", LINEAGE, 16, TOKENS, events, samples, range(64, 67), [67])
+
+
 def computed() -> dict[str, dict[str, Any]]:
     """File name -> what it should hold."""
     return {
@@ -96,6 +117,10 @@ def computed() -> dict[str, dict[str, Any]]:
         },
         "headers": {name: header(name == "approximate").pack().hex() for name in ("exact", "approximate")},
         "manifests": {"jump": manifest().encode().hex()},
+        "rollouts": {
+            "binary": rollout_codec.encode(rollout()).hex(),
+            "json": rollout_codec.to_json(rollout()).decode(),
+        },
     }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for
+from kvcomm.block import NO_PARENT, ROOT_LINEAGE, BlockKey, Incarnation, block_keys, header_for
 from kvcomm.blockplane import BlockPlane, Prefix
 from kvcomm.namespace import Namespace
 from kvcomm.steps import Emit, Park, Steps
@@ -34,6 +34,7 @@ NAMESPACE = Namespace(
     rope_parameters={},
 )
 KEYS = block_keys(NAMESPACE, list(range(24)))
+ROOTS = [ROOT_LINEAGE] * len(KEYS)
 PAYLOADS = [bytes([index]) * NAMESPACE.block_bytes for index in range(len(KEYS))]
 
 
@@ -128,7 +129,7 @@ def test_fetch_gives_the_longest_prefix_that_can_be_had(
     near = near_with(in_l1)
     l2, l3 = DictTier("l2", set(in_l2), lost2), DictTier("l3", set(in_l3), lost3)
     emitted: list[Block] = []
-    prefix: Prefix = run(plane(near, l2, l3).fetch(KEYS), emitted)
+    prefix: Prefix = run(plane(near, l2, l3).fetch(KEYS, ROOTS), emitted)
 
     def available(index: int) -> bool:
         return index in in_l1 or index in in_l2 - lost2 or index in in_l3 - lost3
@@ -147,26 +148,26 @@ def test_fetch_gives_the_longest_prefix_that_can_be_had(
 def test_no_round_trip_when_l1_has_everything() -> None:
     near = near_with(range(len(KEYS)))
     l2, l3 = DictTier("l2"), DictTier("l3")
-    assert len(run(plane(near, l2, l3).fetch(KEYS)).blocks) == len(KEYS)
+    assert len(run(plane(near, l2, l3).fetch(KEYS, ROOTS)).blocks) == len(KEYS)
     assert l2.lookups == l3.lookups == []
 
 
 def test_an_absence_is_remembered_and_a_local_put_drops_it() -> None:
     near, l3 = near_with(), DictTier("l3", {0, 1})
     blocks = plane(near, None, l3)
-    assert len(run(blocks.fetch(KEYS)).blocks) == 2
-    run(blocks.fetch(KEYS))
+    assert len(run(blocks.fetch(KEYS, ROOTS)).blocks) == 2
+    run(blocks.fetch(KEYS, ROOTS))
     assert len(l3.lookups) == 1, "blocks 0 and 1 are in L1 and block 2 is known to be absent"
     run(blocks.publish(KEYS[:3], copy_of))
-    assert len(run(blocks.fetch(KEYS)).blocks) == 3
+    assert len(run(blocks.fetch(KEYS, ROOTS)).blocks) == 3
 
 
 def test_an_unreachable_l3_is_a_miss_that_is_not_remembered() -> None:
     near, l3 = near_with(), DictTier("l3", {0}, reachable=False)
     blocks = plane(near, None, l3)
-    assert run(blocks.fetch(KEYS)).blocks == ()
+    assert run(blocks.fetch(KEYS, ROOTS)).blocks == ()
     l3.reachable = True
-    assert len(run(blocks.fetch(KEYS)).blocks) == 1
+    assert len(run(blocks.fetch(KEYS, ROOTS)).blocks) == 1
 
 
 @given(in_l2=indices, in_l3=indices)
@@ -202,7 +203,7 @@ def test_another_readers_flight_is_waited_for_not_loaded_again() -> None:
         return True
 
     emitted: list[Block] = []
-    assert len(run(plane(near, None, l3).fetch(KEYS[:3]), emitted, land).blocks) == 3
+    assert len(run(plane(near, None, l3).fetch(KEYS, ROOTS[:3]), emitted, land).blocks) == 3
     assert l3.gets == [0, 2]
     assert [block.key for block in emitted] == KEYS[:3]
     other.close(0.0)
@@ -219,7 +220,7 @@ def test_blocks_that_land_between_the_look_and_the_claim_are_delivered() -> None
             return (yield from super().lookup(keys))
 
     l3 = Late("l3", {0, 1, 2})
-    assert len(run(plane(near, None, l3).fetch(KEYS[:3])).blocks) == 3
+    assert len(run(plane(near, None, l3).fetch(KEYS, ROOTS[:3])).blocks) == 3
     assert l3.gets == []
 
 
@@ -231,14 +232,14 @@ def test_a_failed_flight_is_loaded_by_the_follower() -> None:
         other.close(0.0)
         return True
 
-    prefix = run(plane(near, None, l3).fetch(KEYS[:3]), park=give_up)
+    prefix = run(plane(near, None, l3).fetch(KEYS, ROOTS[:3]), park=give_up)
     assert len(prefix.blocks) == 3
     assert l3.gets == [1, 2, 0]
 
 
 def test_an_abandoned_stream_releases_its_claims() -> None:
     near, l3 = near_with(), DictTier("l3", {0, 1, 2})
-    steps = plane(near, None, l3).fetch(KEYS[:3])
+    steps = plane(near, None, l3).fetch(KEYS, ROOTS[:3])
     assert isinstance(next(steps), Emit)
     assert near.stats().flight_count > 0
     steps.close()
@@ -248,7 +249,7 @@ def test_an_abandoned_stream_releases_its_claims() -> None:
 def test_a_flight_that_lands_while_we_load_our_own_is_not_missed() -> None:
     near, l3 = near_with(), DictTier("l3", {0, 1, 2})
     other = near.claim([KEYS[1]], 0.0, math.inf)
-    steps = plane(near, None, l3).fetch(KEYS[:3])
+    steps = plane(near, None, l3).fetch(KEYS, ROOTS[:3])
     assert isinstance(next(steps), Emit)  # block 0, ours; before block 2, ours as well
     other.landed(block_of(1, "l3"), 0.0)
     assert len(run(steps, park=lambda park: True).blocks) == 3
@@ -265,12 +266,63 @@ def test_out_of_time_the_walk_waits_for_nobody() -> None:
         parks.append(park)
         return False
 
-    assert len(run(plane(near, None, l3).fetch(KEYS[:3]), park=too_late).blocks) == 1
+    assert len(run(plane(near, None, l3).fetch(KEYS, ROOTS[:3]), park=too_late).blocks) == 1
     assert len(parks) == 1
     other.close(0.0)
 
 
 def test_the_head_of_a_fetched_run_is_evicted_last() -> None:
     near, l3 = near_with(), DictTier("l3", set(range(6)))
-    run(plane(near, DictTier("l2"), l3).fetch(KEYS[:6]))
+    run(plane(near, DictTier("l2"), l3).fetch(KEYS, ROOTS[:6]))
     assert near.keys() == KEYS[:6][::-1]
+
+
+# -- lineages
+
+
+def forged(index: int, tier: TierName) -> Block:
+    """A whole, intact copy under the right key that says that it was computed under another view."""
+    copy = copy_of(index)
+    header = replace(copy.header, lineage=b"L" * 32)
+    return Block(header, memoryview(header.pack() + bytes(copy.payload)), tier)
+
+
+@dataclass
+class Forging(DictTier):
+    forgeries: set[int] = field(default_factory=set)
+
+    def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
+        for position, key in enumerate(keys):
+            index = KEYS.index(key)
+            found(position, forged(index, self.name) if index in self.forgeries else block_of(index, "l2"))
+            yield Emit(position)
+
+
+def test_edge_16_a_copy_of_another_lineage_is_a_counted_miss_in_every_tier() -> None:
+    near = near_with()
+    near.put(forged(0, "l2"))
+    prefix = run(plane(near, None, None).fetch(KEYS, ROOTS))
+    assert (prefix.blocks, prefix.foreign_count) == ((), 1)
+    for name in ("l2", "l3"):
+        tier = Forging(name, set(range(5)), forgeries={2})
+        near = near_with()
+        walk = plane(near, tier, None) if name == "l2" else plane(near, None, tier)
+        prefix = run(walk.fetch(KEYS, ROOTS))
+        assert [block.key for block in prefix.blocks] == KEYS[:2]
+        assert prefix.foreign_count == 1
+        assert near.get(KEYS[2:3]) == [None], "it is not remembered either"
+        asked = [b"L" * 32 if index == 2 else ROOT_LINEAGE for index in range(len(KEYS))]
+        assert len(run(walk.fetch(KEYS, asked)).blocks) == 5, "who asks for that lineage gets it"
+
+
+def test_a_copy_of_the_right_lineage_in_another_tier_is_found_behind_a_forged_one() -> None:
+    l2, l3 = Forging("l2", set(range(4)), forgeries={1}), DictTier("l3", set(range(4)))
+    prefix = run(plane(near_with(), l2, l3).fetch(KEYS[:4], ROOTS))
+    assert (len(prefix.blocks), prefix.foreign_count) == (4, 1)
+
+
+def test_presence_is_asked_of_every_tier_and_nothing_is_fetched() -> None:
+    l2, l3 = DictTier("l2", {1}), DictTier("l3", {2, 4})
+    there = run(plane(near_with({0}), l2, l3).present(KEYS[:6]))
+    assert there == [True, True, True, False, True, False]
+    assert l2.gets == l3.gets == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcomm.block import Buffer
+from kvcomm.engines.transformers.attention import Watch, watching
+from kvcomm.engines.transformers.chunk import Chunk
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_types, window_of
 from kvcomm.engines.transformers.identity import namespace_of
-from kvcomm.engines.transformers.lanes import lane_cache, lane_slots
+from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import Event
@@ -33,6 +36,7 @@ class StreamEngine:
         rows_max: most rows of a session; the model's ``max_position_embeddings`` if not given.
         chunk_rows: most rows of a session in one pass, bounds the memory of the attention mask; a longer
             feed is computed in several.
+        lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
 
     Raises:
         UnsupportedModel: see :func:`namespace_of`.
@@ -47,13 +51,15 @@ class StreamEngine:
         block_tokens: int = 16,
         rows_max: int | None = None,
         chunk_rows: int = 1024,
+        lanes_max: int = 32,
     ) -> None:
-        if chunk_rows < 1:
-            raise ValueError("chunk_rows must be at least 1")
+        if chunk_rows < 1 or lanes_max < 1:
+            raise ValueError("chunk_rows and lanes_max must be at least 1")
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
         self.paged = PagedKV(self.namespace, block_count, model.device)
+        self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
         self._chunk_rows = chunk_rows
@@ -63,32 +69,66 @@ class StreamEngine:
     def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
         return Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
 
-    def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> list[torch.Tensor]:
+    def feed(
+        self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
+    ) -> list[torch.Tensor]:
         """See :meth:`kvcomm.streams.engine.Engine.feed`.
+
+        Args:
+            watch: is told what the rows attend.
 
         Raises:
             ValueError: the model is in training mode, a session stands twice, or is of another engine.
         """
-        self._check(feeds)
-        planned: list[tuple[Session, Feed]] = []
-        try:
-            for session, tokens in feeds:
-                planned.append((session, session.plan(tokens)))
-            logits = self._computed(planned)
-        except BaseException:
-            for session, feed in planned:
-                session.abandon(feed)
-            raise
-        for session, feed in planned:
-            session.commit(feed)
-        return logits
+        with self._planned(feeds) as planned:
+            logits = self._computed(planned, watch, last=1) if planned else []
+            for session, feed in tuple(planned):
+                session.commit(feed)
+                planned.pop(0)
+                self.lanes.fed(session)
+        return [rows[-1] for rows in logits]
+
+    def feed_guess(
+        self, session: Session, tokens: Sequence[int], judge: Callable[[torch.Tensor], int]
+    ) -> torch.Tensor:
+        """Feed tokens of which the last ones are guessed, and keep those that the model agrees to: in a view
+        that changes with events a wrong row must not be there when the next one happens.
+
+        Args:
+            tokens: at most ``chunk_rows``.
+            judge: gets the logits after each token, float32 ``[tokens, vocab_size]``, and says how many
+                tokens from the front are right; the others were never fed.
+
+        Returns the logits after the last token that was kept, or, if none was, after none: ``[0]``.
+
+        Raises:
+            ValueError: too many tokens, or ``judge`` says more than there are.
+        """
+        if len(tokens) > self._chunk_rows:
+            raise ValueError(f"{len(tokens)} guessed tokens, and one pass computes {self._chunk_rows}")
+        with self._planned([(session, tokens)]) as planned:
+            ((_, feed),) = planned
+            (logits,) = self._computed(planned, None, last=len(tokens))
+            count = judge(logits)
+            if not 0 <= count <= len(tokens):
+                raise ValueError(f"{count} of {len(tokens)} guessed tokens are right")
+            if count:
+                session.commit(feed, count)
+                planned.clear()
+                self.lanes.fed(session)
+        return logits[count - 1] if count else logits.new_zeros(0)
 
     def fork(
-        self, session: Session, name: bytes, *, journal: Callable[[Event], None] = _no_journal
+        self,
+        session: Session,
+        name: bytes,
+        *,
+        journal: Callable[[Event], None] = _no_journal,
+        at_row: int | None = None,
     ) -> Session:
-        child = session.fork(name, journal=journal)
-        full = session.full_slots // session.block_tokens
-        self.paged.copy(session.table[full:], child.table[full:])
+        child = session.fork(name, journal=journal, at_row=at_row)
+        full = child.full_slots // child.block_tokens
+        self.paged.copy(session.table[full : len(child.table)], child.table[full:])
         return child
 
     def payload(self, block: BlockId) -> memoryview:
@@ -99,59 +139,65 @@ class StreamEngine:
 
     # -- inside
 
-    def _check(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> None:
+    @contextmanager
+    def _planned(
+        self, feeds: Sequence[tuple[Session, Sequence[int]]]
+    ) -> Iterator[list[tuple[Session, Feed]]]:
+        """All are planned; those that are still in the list at the end are abandoned, as after an error."""
         if self.model.training:
             raise ValueError(
                 "the model is in training mode, where dropout makes K/V random: call model.eval() first"
             )
         if any(session.pool is not self.pool for session, _ in feeds):
             raise ValueError("a session of another engine: its blocks are not in this memory")
+        planned: list[tuple[Session, Feed]] = []
+        try:
+            for session, tokens in feeds:
+                planned.append((session, session.plan(tokens)))
+            yield planned
+        finally:
+            for session, feed in planned:
+                session.abandon(feed)
 
-    def _computed(self, planned: Sequence[tuple[Session, Feed]]) -> list[torch.Tensor]:
-        """K/V written to the paged memory; the logits after each feed's last token."""
-        logits: dict[int, torch.Tensor] = {}
-        longest = max((len(feed.tokens) for _, feed in planned), default=0)
-        for start in range(0, longest, self._chunk_rows):
-            at = [index for index, (_, feed) in enumerate(planned) if len(feed.tokens) > start]
-            with torch.inference_mode():
-                rows = self._pass([planned[index] for index in at], start)
-            logits |= zip(at, rows.clone(), strict=True)  # of ordinary tensors, whoever computes on
-        return [logits[index] for index in range(len(planned))]
+    def _computed(
+        self, planned: Sequence[tuple[Session, Feed]], watch: Watch | None, last: int
+    ) -> list[torch.Tensor]:
+        """K/V written to lanes and paged memory; the logits after each feed's ``last`` last tokens."""
+        counts = [len(feed.tokens) for _, feed in planned]
+        padding = min(self._chunk_rows, max(counts) - min(counts))
+        places = padding + max(feed.first_slot + len(feed.tokens) for _, feed in planned)
+        if watch is not None:
+            for session, feed in planned:
+                count = len(feed.tokens)
+                watch.begin(session, feed.first_slot + count, count, self.paged.states.device)
+        with torch.inference_mode():
+            lanes = self.lanes.seat([session for session, _ in planned], places)
+            by_lane = dict(zip(lanes, planned, strict=True))
+            logits: dict[int, torch.Tensor] = {}
+            for start in range(0, max(counts), self._chunk_rows):
+                logits |= self._pass(by_lane, start, watch, last)
+        return [logits[lane].clone() for lane in lanes]  # ordinary tensors, whoever computes on
 
-    def _pass(self, planned: Sequence[tuple[Session, Feed]], start: int) -> torch.Tensor:
-        """Tokens ``[start, start + chunk_rows)`` of each feed; float32 ``[feed, vocab_size]``."""
-        device = self.paged.states.device
-        parts = [feed.tokens[start : start + self._chunk_rows] for _, feed in planned]
-        firsts = [feed.first_slot + start for _, feed in planned]
-        counts = [len(part) for part in parts]
-        most = max(counts)
-        places = torch.tensor(lane_slots(firsts, counts), device=device)
-        ids = torch.tensor([[0] * (most - len(part)) + list(part) for part in parts], device=device)
-        shift = torch.tensor([[feed.first_row - feed.first_slot] for _, feed in planned], device=device)
-        positions = places + shift
-        states, key_positions = self._gathered(planned, start, max(firsts) + most)
-        key_positions.scatter_(1, places, positions)
-        cache = lane_cache(states, places, max(firsts))
-        masks = self._masks(places, positions, key_positions)
-        logits = forward(self.model, ids, positions, masks, cache=cache, last=1)[:, -1].float()
-        self._write(planned, states, firsts, counts)
-        return logits
-
-    def _gathered(
-        self, planned: Sequence[tuple[Session, Feed]], start: int, place_count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lanes ``[layer, K or V, lane, kv head, place, head dim]`` and the rows at their places."""
-        layers, two, _, heads, size, dim = self.paged.states.shape
-        states = self.paged.states.new_zeros(layers, two, len(planned), heads, place_count, dim)
-        rows = torch.zeros(len(planned), place_count, dtype=torch.int64)
-        for lane, (session, feed) in enumerate(planned):
-            held = feed.first_slot + start
-            fed = range(feed.first_row, feed.first_row + start)
-            rows[lane, :held] = torch.tensor([*session.view.rows, *fed], dtype=torch.int64)
-            blocks = torch.tensor(feed.blocks[: -(-held // size)], dtype=torch.int64, device=states.device)
-            for layer in range(layers if held else 0):
-                states[layer, :, lane, :, :held] = self.paged.read(layer, blocks)[:, :, :held]
-        return states, rows.to(states.device)
+    def _pass(
+        self, by_lane: Mapping[int, tuple[Session, Feed]], start: int, watch: Watch | None, last: int
+    ) -> dict[int, torch.Tensor]:
+        """Tokens ``[start, start + chunk_rows)`` of each feed.  Float32 ``[last, vocab_size]`` by lane, for
+        those that have some."""
+        chunk = Chunk.of(by_lane, start, start + self._chunk_rows)
+        places, positions, ids = chunk.tensors(self.paged.states.device)
+        lanes = slice(chunk.lanes.start, chunk.lanes.stop)
+        self.lanes.rows[lanes].scatter_(1, places, positions)
+        states = self.lanes.states[:, :, lanes, :, : chunk.reach]
+        masks = self._masks(places, positions, self.lanes.rows[lanes, : chunk.reach])
+        cache = lane_cache(states, places, max(chunk.firsts))
+        collector = None if watch is None else chunk.collector(watch, states.device)
+        with nullcontext() if collector is None else watching(self.model, collector):
+            logits = forward(self.model, ids, positions, masks, cache=cache, last=last).float()
+        self._write(chunk, states)
+        if watch is not None and collector is not None:
+            for lane, mass in zip(chunk.lanes, collector.mass, strict=True):
+                watch.add(by_lane[lane][0], mass)
+        return {lane: logits[lane - chunk.lanes.start] for lane in chunk.active}
 
     def _masks(
         self, places: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor
@@ -165,21 +211,9 @@ class StreamEngine:
             masks[SLIDING] = (seen & near)[:, None]
         return {kind: masks[kind] for kind in self._kinds}
 
-    def _write(
-        self,
-        planned: Sequence[tuple[Session, Feed]],
-        states: torch.Tensor,
-        firsts: Sequence[int],
-        counts: Sequence[int],
-    ) -> None:
+    def _write(self, chunk: Chunk, states: torch.Tensor) -> None:
         """What the lanes got, to the paged memory."""
-        size = self.namespace.block_tokens
-        lanes: list[int] = []
-        slots: list[int] = []
-        blocks: list[int] = []
-        for lane, ((_, feed), first, count) in enumerate(zip(planned, firsts, counts, strict=True)):
-            lanes += [lane] * count
-            slots += range(first, first + count)
-            blocks += [feed.blocks[slot // size] for slot in range(first, first + count)]
+        lanes, slots, blocks = chunk.written(self.namespace.block_tokens)
         where = torch.tensor([lanes, slots, blocks], device=states.device)
-        self.paged.write(where[2], where[1] % size, states[:, :, where[0], :, where[1]])
+        offsets = where[1] % self.namespace.block_tokens
+        self.paged.write(where[2], offsets, states[:, :, where[0], :, where[1]])

@@ -191,3 +191,44 @@ def test_what_an_engine_refuses():
     engine.model.train()
     with pytest.raises(ValueError, match=r"eval\(\)"):
         engine.feed([(session, [5])])
+
+
+def test_decoding_copies_nothing_and_a_cut_gathers_once():
+    engine = engine_of("llama gqa")
+    sessions = [engine.session() for _ in range(3)]
+    engine.feed([(session, drawn(number, 70)) for number, session in enumerate(sessions)])
+    for step in range(20):
+        engine.feed([(session, [step + 4]) for session in sessions])
+    assert engine.lanes.gathered_count == 0
+    sessions[1].evict([(16, 32)])
+    for step in range(5):
+        engine.feed([(session, [step + 4]) for session in sessions])
+    assert engine.lanes.gathered_count == 1
+
+
+def test_sessions_that_lose_their_lanes_go_on_as_before():
+    engines = [engine_of("qwen3 sliding", lanes_max=2), engine_of("qwen3 sliding")]
+    draw, sessions = random.Random(3), [[engine.session() for _ in range(5)] for engine in engines]
+    for step in range(40):
+        chosen = draw.sample(range(5), draw.randint(1, 4))
+        tokens = [drawn(10 * step + number, draw.randint(1, 12)) for number in chosen]
+        results = [
+            engine.feed([(mine[number], part) for number, part in zip(chosen, tokens, strict=True)])
+            for engine, mine in zip(engines, sessions, strict=True)
+        ]
+        for logits, expected in zip(*results, strict=True):
+            torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=0)
+        if step % 7 == 6:
+            number = draw.choice([number for number in range(5) if sessions[0][number].full_slots > 16])
+            for mine in sessions:
+                mine[number].evict([(0, 16)])
+        if step == 25:
+            for mine in sessions:
+                mine[2].close()
+                mine[2] = engines[sessions.index(mine)].session()
+    for mine in sessions:
+        for session in mine:
+            session.check()
+    for session in sessions[0]:
+        (logits,) = engines[0].feed([(session, [9])])
+        torch.testing.assert_close(logits, replayed(engines[0].model, session)[-1], atol=CLOSE, rtol=0)

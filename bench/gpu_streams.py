@@ -1,0 +1,336 @@
+"""KV-streams on a real GPU: rollouts of a batch under several ways to keep the context short, and how far a
+trainer's replay lies from the generation.
+
+    python -m bench.gpu_streams --out DIR [--budget-s 420] [--turns 24] [--streams 8] [--shape qwen3-1.7b]
+    python -m bench.gpu_streams --out DIR --quick          # tiny, on a CPU: does it run at all?
+    python -m bench.streams --no-run --merge DIR/streams.json        # as Markdown
+
+Random weights in bf16.  All arms run in lockstep, turn by turn (``bench.arms``), on one model; the first one
+draws the text and the others follow it.  Then the rollouts are replayed through FlexAttention, with the
+events as they happened, every event one row late, and without events; beside it stands the replay of the arm
+that cut nothing, which is the noise of two kernels in bf16.
+
+``DIR/streams.json`` and ``DIR/streams.md`` are written after every turn and every replay: a run that is
+stopped leaves what it found.  It stops by itself within ``--budget-s``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.arms import Arm, Runner, Script, Text, race
+from bench.stream_sections import STREAMS_FILE, Gap, Recorded, tables, to_json
+from bench.streams import Drawing, blocks_for, engine_for, model_name, random_model
+from kvcomm.streams.events import Event
+from kvcomm.streams.rollout import Rollout, Sample, Sampling
+from kvcomm.streams.view import View
+
+if TYPE_CHECKING:
+    import torch
+
+SHAPES = {
+    "qwen3-1.7b": (2_048, 6_144, 28, 16, 8, 128, 32_768),
+    "qwen3-0.6b": (1_024, 3_072, 28, 16, 8, 128, 32_768),
+    "tiny": (64, 128, 2, 4, 2, 16, 512),
+}
+"""Of Qwen3, the vocabulary cut: hidden, feed forward, layers, heads, K/V heads, head dim, vocabulary."""
+SHAPE_NAMES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size",
+)  # fmt: skip
+REPLAY_S = 110.0
+"""Kept for the replays: FlexAttention is compiled first."""
+LATE_S = 1.4
+"""A turn may take so much longer than the one before it."""
+WAY = Sampling()
+"""Temperature 1."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    try:
+        bench.races()
+        bench.replays()
+    except Exception:  # what was found until here is worth something, and the exit status tells
+        bench.found.notes.append(f"It ended early:\n\n```\n{traceback.format_exc()}```")
+        traceback.print_exc()
+        return 1
+    finally:
+        bench.save()
+        print(tables([bench.found]))
+    return 0
+
+
+@dataclass(slots=True)
+class Kept:
+    """What the engine drew in some streams of one arm, for replays."""
+
+    streams: int
+    samples: list[list[Sample]] = field(default_factory=list)
+    logits: list[list[torch.Tensor]] = field(default_factory=list)
+    """Of each stream and sample, float32 ``[vocab]``."""
+
+    def watch(self, runner: Runner) -> None:
+        """Keep what ``runner`` draws from now on."""
+        self.samples = [[] for _ in range(self.streams)]
+        self.logits = [[] for _ in range(self.streams)]
+
+        def keep(turn: int, step: int, logits: Sequence[torch.Tensor], tokens: list[int]) -> None:
+            for at in range(self.streams):
+                self.logits[at].append(logits[at])
+                self.samples[at].append(Sample(runner.sessions[at].next_row - 1, tokens[at], 0.0, WAY))
+
+        runner.watch = keep
+
+    def rollouts(self, runner: Runner, from_row: int) -> list[tuple[Rollout, torch.Tensor]]:
+        """By stream, with the samples whose row is ``from_row`` or later, and their logits."""
+        return [self._rollout(runner, at, from_row) for at in range(self.streams)]
+
+    def _rollout(self, runner: Runner, at: int, from_row: int) -> tuple[Rollout, torch.Tensor]:
+        import torch
+
+        session = runner.sessions[at]
+        chosen = [n for n, sample in enumerate(self.samples[at]) if sample.query_row >= from_row]
+        logits = torch.stack([self.logits[at][n] for n in chosen])
+        tokens = torch.tensor([self.samples[at][n].token for n in chosen], device=logits.device)
+        probable = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0].tolist()
+        samples = [replace(self.samples[at][n], logprob=p) for n, p in zip(chosen, probable, strict=True)]
+        name = f"{runner.arm.name}, stream {at}"
+        whole = Rollout.sealed(
+            name, session.namespace.id, session.block_tokens, session.tokens, session.events, samples
+        )
+        return whole, logits
+
+
+class Bench:
+    """One run of this script."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begun = options, time.monotonic()
+        shape = dict(zip(SHAPE_NAMES, SHAPES[options.shape], strict=True))
+        self.text = Text(options.turns, options.read, options.written, system=options.system)
+        self.model = random_model(shape, device=options.device, dtype=options.dtype)
+        self.found = Recorded(
+            options.machine or _machine(options.device), _described(options.device),
+            model_name(self.model), options.device, options.dtype,
+        )  # fmt: skip
+        self.runners: list[Runner] = []
+        self.kept: dict[str, Kept] = {}
+        self.first_event = 0
+        self.say(f"{self.found.machine}: {self.found.model}")
+
+    def races(self) -> None:
+        """Every arm through the text, or as far as time allows."""
+        self._warm_up()
+        self.runners = self._runners(self.text)
+        for way, runner in (("splice", self.runners[0]), ("never", self.runners[-1])):
+            self.kept[way] = Kept(min(self.options.replays, self.options.streams))
+            self.kept[way].watch(runner)
+        before, turn_s, at = time.monotonic(), 0.0, 0
+
+        def go_on(turn: int) -> bool:
+            left = self.options.budget_s - REPLAY_S * (not self.options.quick) - self.elapsed()
+            if turn and turn_s * LATE_S > left:
+                self.found.notes.append(f"Stopped after {turn} of {self.text.turns} turns: out of time.")
+                return False
+            return True
+
+        for found in race(self.runners, leaders=1, go_on=go_on, close=False):
+            self.found.races = [found]
+            now = time.monotonic()
+            turn_s, before, at = now - before, now, at + 1
+            steps = ", ".join(
+                f"{run.arm.name} {1e3 * run.turns[-1].step_s:.1f} ms"
+                + (f" (cut {1e3 * run.turns[-1].cut.seconds:.1f} ms)" if run.turns[-1].cut else "")
+                for run in found.runs
+            )
+            self.say(f"turn {at} took {turn_s:.1f} s; steps: {steps}; {_memory(self.options.device)}")
+            self.save()
+
+    def replays(self) -> None:
+        """Through FlexAttention, what was generated with cuts and without."""
+        leader, whole = self.runners[0], self.runners[-1]
+        events = leader.sessions[0].events
+        if not events:
+            self.found.notes.append("Nothing was cut, so nothing was replayed.")
+            return
+        cut = self.kept["splice"].rollouts(leader, events[0].at_row)
+        uncut = self.kept["never"].rollouts(whole, events[0].at_row)
+        for runner in self.runners:  # their memory is needed
+            runner.close()
+        self.runners.clear()
+        self.kept.clear()
+        self.model.set_attn_implementation(self.options.attention)
+        stories = (
+            ("with its events", [(rollout, logits) for rollout, logits in cut]),
+            ("nothing was cut (floor)", uncut),
+            ("✘ every event one row late", [(late(rollout), logits) for rollout, logits in cut]),
+            ("✘ events lost", [(without_events(rollout), logits) for rollout, logits in cut]),
+        )
+        for what, pairs in stories:
+            begun = time.monotonic()
+            self.found.gaps.append(self._gap(what, pairs, events))
+            self.say(f"replay {what}: {time.monotonic() - begun:.1f} s, {self.found.gaps[-1]}")
+            self.save()
+            if self.elapsed() > self.options.budget_s:
+                self.found.notes.append("Not every replay was run: out of time.")
+                return
+
+    def _gap(self, what: str, pairs: Sequence[tuple[Rollout, torch.Tensor]], events: Sequence[Event]) -> Gap:
+        import torch
+
+        from kvcomm.engines.transformers.replaying import replay
+        from kvcomm.streams.mismatch import exact_kl
+
+        kls, k3s, gaps, behind = [], [], [], []
+        for rollout, logits in pairs:
+            with torch.no_grad():
+                (replayed,) = replay(self.model, [rollout])
+                kl = exact_kl(rollout, logits, replayed.logits).double().cpu()
+            engine = torch.tensor([sample.logprob for sample in rollout.samples], dtype=torch.float64)
+            x = replayed.log_probs.double().cpu() - engine
+            kls.append(kl)
+            k3s.append(torch.expm1(x) - x)
+            gaps.append(x.abs())
+            behind += [float(kl[at]) for at in first_behind(rollout, events)]
+        kl, k3, gap = torch.cat(kls), torch.cat(k3s), torch.cat(gaps)
+        return Gap(
+            what, len(kl), float(k3.mean()), float(kl.mean()), float(kl.max()),
+            sum(behind) / len(behind), float(gap.max()),
+        )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Kernels are chosen and loaded, memory is reserved: two short turns of every arm."""
+        text = Text(2, 2 * self.options.system, 16, system=self.options.system)
+        arms = [replace(arm, live=1, stride=1) if arm.live else arm for arm in self._arms()]
+        begun = time.monotonic()
+        for _ in race(self._runners(text, list(dict.fromkeys(arms))), leaders=1):
+            pass
+        self.say(f"warmed up in {time.monotonic() - begun:.1f} s")
+
+    def _arms(self) -> list[Arm]:
+        live = self.options.live
+        cutting = [(live, stride) for stride in dict.fromkeys((live // 2, 1))]
+        return (
+            [Arm("splice", *cut) for cut in cutting]
+            + [Arm("again", *cut) for cut in cutting]
+            + [Arm("never")]
+        )
+
+    def _runners(self, text: Text, arms: Sequence[Arm] = ()) -> list[Runner]:
+        script = Script(text, self.options.streams, self.model.config.vocab_size, forced=False)
+        made = []
+        for arm in arms or self._arms():
+            engine = engine_for(self.model, arm, text, self.options.streams)
+            self.say(f"{arm.name}: {blocks_for(arm, text, self.options.streams):,} blocks of 16 rows")
+            made.append(Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle))
+        return made
+
+    def _settle(self) -> None:
+        import torch
+
+        if self.options.device == "cuda":
+            torch.cuda.synchronize()
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.begun
+
+    def say(self, what: str) -> None:
+        print(f"{self.elapsed():6.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def save(self) -> None:
+        (self.options.out / STREAMS_FILE).write_bytes(to_json([self.found]))
+        (self.options.out / "streams.md").write_text(tables([self.found]) + "\n")
+
+
+def late(rollout: Rollout) -> Rollout:
+    """Every event one row later than it happened, and no digest that tells."""
+    view, events = View(), []
+    for event in rollout.events:
+        view.feed(event.at_row + 1 - view.next_row)
+        events.append(view.stamped(replace(event, at_row=event.at_row + 1)))
+        view.apply(events[-1])
+    return _with_events(rollout, events)
+
+
+def without_events(rollout: Rollout) -> Rollout:
+    """Full causal attention over the same tokens."""
+    return _with_events(rollout, [])
+
+
+def first_behind(rollout: Rollout, events: Sequence[Event], count: int = 3) -> list[int]:
+    """Places of the first ``count`` samples behind each event."""
+    rows = [sample.query_row for sample in rollout.samples]
+    found = set()
+    for event in events:
+        found |= set([at for at, row in enumerate(rows) if row >= event.at_row][:count])
+    return sorted(found)
+
+
+def _with_events(rollout: Rollout, events: Sequence[Event]) -> Rollout:
+    return Rollout.sealed(
+        rollout.name, rollout.namespace, rollout.block_tokens, rollout.tokens, events, rollout.samples
+    )
+
+
+def _machine(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "a CPU, tiny"
+
+
+def _described(device: str) -> str:
+    import torch
+    import transformers
+
+    versions = f"CPython {platform.python_version()}, torch {torch.__version__}"
+    cuda = f", CUDA {torch.version.cuda}" if device == "cuda" else ""
+    return f"{versions}{cuda}, transformers {transformers.__version__}."
+
+
+def _memory(device: str) -> str:
+    import torch
+
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most" if device == "cuda" else ""
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--budget-s", type=float, default=420.0, metavar="S", help="be done within it")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--streams", type=int, default=8, help="rollouts in a batch")
+    parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--read", type=int, default=976, help="tokens of a message that is read")
+    parser.add_argument("--written", type=int, default=48, help="tokens of a message that is written")
+    parser.add_argument("--system", type=int, default=64, help="tokens of the system prompt")
+    parser.add_argument(
+        "--live", type=int, default=8, help="most turns in view; half of them, or 1, go at once"
+    )
+    parser.add_argument("--replays", type=int, default=4, help="streams that are replayed")
+    parser.add_argument("--attention", default="flex_attention", help="of the replay")
+    parser.add_argument("--machine", default="", help="its name in tables and pictures")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    quick: dict[str, Any] = {
+        "shape": "tiny", "streams": 2, "turns": 6, "read": 48, "written": 16, "system": 32, "live": 3,
+        "replays": 2, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    if "--quick" in (sys.argv[1:] if arguments is None else arguments):
+        parser.set_defaults(**quick)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""``Sharing``: a compacted context goes to another agent, which continues exactly where this one is.
+
+::
+
+    publish   blocks of the view and of archived spans that nobody has ──► block plane
+              then the head ``stream/<agent>/<session>`` (a StreamContext) ──► state plane
+    adopt     head ──► every key computed again ──► room taken, all of it ──► blocks that this engine has
+              held, the others fetched and loaded ──► a session; or, if a block is missing, which rows
+
+Blocks first: whoever sees a head finds what it names.  What was computed after a cut cannot be computed again
+from the text that is left, so there is no shorter prefix here: a context is taken over whole, or not at all,
+and never repaired in silence.
+
+The partial last block travels as it is, the unused slots zero.  Feeding its rows again would give other K/V
+whenever a cut came after they were fed.
+
+Names are one: an engine that shares is built with the namespace that ``Client.bind`` gives, tenant included,
+so a block has the same key in the engine's pool and in the cluster, and no tenant finds another's.
+
+All of it is steps (``kvcomm.steps``), for both faces of the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain as chained
+
+from kvcomm.block import header_for
+from kvcomm.errors import Conflict, NamespaceError, Refused, Unavailable
+from kvcomm.namespace import Namespace
+from kvcomm.operations import Operations, Published
+from kvcomm.stateplane import record_name
+from kvcomm.steps import Steps
+from kvcomm.streams.chain import Chain, ChainBlock
+from kvcomm.streams.context import StreamContext, newest
+from kvcomm.streams.engine import Engine
+from kvcomm.streams.events import Event, SpanId
+from kvcomm.streams.pool import BlockId, BlockPool
+from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.session import Archived, Session
+from kvcomm.tier import Block, BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What became of a published context."""
+
+    context: StreamContext
+    published: Published
+    """Of each block: those of the table, then those of archived spans."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether others can take it over: the head was moved.  If not, some block found no room anywhere
+        (see ``published``), and the head is what it was."""
+        return not self.published.failed
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A context that cannot be taken over, because K/V of its view is lost.  Nothing was changed.
+
+    What is left to do is visible: read the text of the view as the prompt of a *new* stream, which will not
+    continue as the old one would have.
+    """
+
+    context: StreamContext
+    rows: tuple[int, ...]
+    """In view, and without K/V anywhere."""
+
+
+class Sharing:
+    """What one client does with engines' streams."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def publish(
+        self,
+        session: Session,
+        engine: Engine,
+        agent: str,
+        name: str,
+        *,
+        policy: str = "",
+        recorder: Recorder | None = None,
+        replaces: bool = False,
+    ) -> Steps[Shared]:
+        """Let others take the session over as it is now.
+
+        Args:
+            policy: name of what decides the cuts.
+            recorder: of the session; knows which rows are nobody's text.
+            replaces: put it over a head that went another way, which is forgotten.
+
+        Raises:
+            NamespaceError: the engine's namespace was not bound to this client's tenant.
+            Conflict: the head is not a past of this session.
+            TooLarge: the record would be; see ``StreamContext.encode``.
+            And what ``StatePlane.put`` raises.
+        """
+        namespace = self.require_bound(engine)
+        context = StreamContext.of(
+            session,
+            producer=self._operations.producer,
+            policy=policy,
+            filler_rows=recorder.filler_rows if recorder else (),
+            repeated_rows=recorder.repeated_rows if recorder else (),
+        )
+        value = context.encode()
+        chain = context.verify(namespace)
+        here = list(zip(session.table, chain.blocks, strict=True))
+        for span, archived in session.archive.items():
+            here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
+        record = _record(agent, name)
+        heads = yield from self._heads(record)
+        if not replaces and not all(context.extends(head) for head in heads):
+            raise Conflict(
+                f"stream {name!r} of agent {agent!r} is not a past of this session: publish under another "
+                "name, or pass replaces=True to forget it"
+            )
+        published = yield from self.put(engine, here)
+        if not published.failed:
+            yield from self._operations.state().put([(record, value, None)])
+        return Shared(context, published)
+
+    def head(self, agent: str, name: str) -> Steps[StreamContext]:
+        """What another agent published last.  Raises ``Unavailable`` if there is nothing (yet), ``Conflict``
+        if writers took it different ways, ``Corrupt``."""
+        heads = yield from self._heads(_record(agent, name))
+        if not heads:
+            raise Unavailable(f"agent {agent!r} has no stream {name!r} (yet)")
+        head = newest(heads)
+        if head is None:
+            raise Conflict(f"{len(heads)} writers took stream {name!r} of agent {agent!r} different ways")
+        return head
+
+    def adopt(
+        self, engine: Engine, agent: str, name: str, *, journal: Callable[[Event], None] = lambda event: None
+    ) -> Steps[Session | Missing]:
+        """Take a published context over: a session that goes on exactly as its own would, or which rows
+        cannot be had.
+
+        Args:
+            journal: the new session's; it is given all events of the past first.
+
+        Raises:
+            NamespaceError: it is of another model or tenant, or the engine's namespace was not bound.
+            Corrupt: its keys do not follow from its tokens and events.
+            PoolFull: the engine has no room for all of it; nothing was taken.
+            Refused: it is longer than the engine's model reaches.
+            And what :meth:`head` raises.
+        """
+        namespace = self.require_bound(engine)
+        context = yield from self.head(agent, name)
+        chain = context.verify(namespace)
+        table = yield from self.get(engine, chain.table, chain.tail)
+        if not isinstance(table, list):
+            return Missing(context, tuple(row for block in table.blocks for row in block.rows))
+        archive = {
+            span: Archived((), keys, tuple(chained(*(block.rows for block in chain.archived[span]))))
+            for span, keys in context.archived
+        }
+        try:
+            return _resumed(engine.session(journal=journal), context, chain, table, archive)
+        except BaseException:
+            engine.pool.release(table)
+            raise
+
+    def put(self, engine: Engine, blocks: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[Published]:
+        """Publish blocks that the engine holds, as far as nobody has them."""
+        namespace = engine.namespace
+
+        def build(index: int) -> BlockCopy:
+            block, known = blocks[index]
+            payload = _filled(engine.payload(block), namespace, len(known.rows))
+            header = header_for(
+                namespace,
+                known.key,
+                known.parent,
+                payload,
+                logical_start=known.rows[0],
+                producer=self._operations.producer,
+                lineage=known.lineage,
+            )
+            return BlockCopy(replace(header, token_count=len(known.rows)), payload)
+
+        with _holding(engine.pool, [block for block, _ in blocks]):
+            keys = [known.key for _, known in blocks]
+            return (yield from self._operations.publish_copies(namespace, keys, build))
+
+    def get(
+        self,
+        engine: Engine,
+        full: Sequence[ChainBlock],
+        tail: ChainBlock | None = None,
+        *,
+        room: Sequence[BlockId] | None = None,
+    ) -> Steps[list[BlockId] | Lost]:
+        """Blocks of the engine that hold these, held once each and named; or those that cannot be had.
+
+        Room is taken for all before any is fetched, and given back if one is missing: nobody waits for room
+        while holding some.
+
+        Args:
+            room: blocks taken for this before (``kvcomm.streams.admission``), handed over, as many as all of
+                these; what is not needed is given back.
+
+        Raises:
+            PoolFull: there is no room; nothing was taken.
+        """
+        pool = engine.pool
+        found = [pool.find(block.key) for block in full]
+        wanted = [block for block, mine in zip(full, found, strict=True) if mine is None]
+        wanted += [tail] if tail else []
+        held = [block for block in found if block is not None]
+        pool.hold(held)
+        try:
+            if room is None:
+                taken = pool.take(len(wanted))
+            else:
+                assert len(room) >= len(wanted), "as many as all of them"
+                taken = list(room[: len(wanted)])
+                pool.release(room[len(wanted) :])
+            held += taken
+            fetched = yield from self._fetch(engine.namespace, wanted)
+            if not isinstance(fetched, Lost):
+                for block, known, copy in zip(taken, wanted, fetched, strict=True):
+                    engine.load(block, copy.payload)
+                    if known is not tail:
+                        pool.name(block, known.key)
+        except BaseException:
+            pool.release(held)
+            raise
+        if isinstance(fetched, Lost):
+            pool.release(held)
+            return fetched
+        fresh = iter(taken)
+        table = [next(fresh) if mine is None else mine for mine in found]
+        return [*table, *fresh]
+
+    def require_bound(self, engine: Engine) -> Namespace:
+        """The engine's namespace.  Raises ``NamespaceError`` if its keys are not those of this client's
+        tenant."""
+        if self._operations.bind(engine.namespace).id != engine.namespace.id:
+            raise NamespaceError(
+                "this engine names its blocks without a tenant, so nobody would find them: build it with "
+                "namespace=client.bind(namespace)"
+            )
+        return engine.namespace
+
+    def _heads(self, record: bytes) -> Steps[list[StreamContext]]:
+        (state,) = yield from self._operations.state().get([record])
+        return [StreamContext.decode(value) for value in state.values]
+
+    def _fetch(self, namespace: Namespace, wanted: Sequence[ChainBlock]) -> Steps[Sequence[Block] | Lost]:
+        if not wanted:
+            return ()
+        keys, lineages = [block.key for block in wanted], [block.lineage for block in wanted]
+        hit = yield from self._operations.fetch_named(namespace, keys, lineages)
+        pairs = zip(wanted, hit.blocks, strict=False)
+        good = next((at for at, pair in enumerate(pairs) if not _is(*pair, namespace)), len(hit.blocks))
+        if good == len(wanted):
+            return hit.blocks
+        there = yield from self._operations.present(keys[good + 1 :])
+        gone = [block for block, seen in zip(wanted[good + 1 :], there, strict=True) if not seen]
+        return Lost((wanted[good], *gone))
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Blocks that nobody has.  More may be: after the first, the others were asked for, not fetched."""
+
+    blocks: tuple[ChainBlock, ...]
+
+
+def _resumed(
+    session: Session,
+    context: StreamContext,
+    past: Chain,
+    table: Sequence[BlockId],
+    archive: Mapping[SpanId, Archived],
+) -> Session:
+    if past.view.next_row > session.rows_max:
+        raise Refused(f"a past of {past.view.next_row} rows is over the model's {session.rows_max}")
+    for event in context.events:
+        session.journal(event)
+    session.table, session.view, session.tokens = list(table), past.view, list(past.tokens)
+    session.events, session.archive, session.turns = list(context.events), dict(archive), list(context.turns)
+    session.protected, session.pending = context.protected, context.pending
+    session.lineage, session._history = past.lineage, past.history
+    return session
+
+
+def _record(agent: str, name: str) -> bytes:
+    return record_name("stream", agent, name)
+
+
+def _is(known: ChainBlock, copy: Block, namespace: Namespace) -> bool:
+    """Whether a verified copy says of itself what the chain says of the block."""
+    header = copy.header
+    says = (header.namespace, header.parent, header.lineage, header.logical_start, header.token_count)
+    follows = (namespace.id, known.parent, known.lineage, known.rows[0], len(known.rows))
+    return (*says, header.payload_bytes, header.approximate) == (
+        *follows,
+        namespace.block_bytes,
+        namespace.approximate,
+    )
+
+
+def _filled(payload: memoryview, namespace: Namespace, slots: int) -> memoryview:
+    """``payload`` with zeros where nothing was written: what others left in a block is nobody's business."""
+    if slots == namespace.block_tokens:
+        return payload
+    assert namespace.layout == "LKHTD"
+    data = bytearray(payload)
+    run = len(data) // (namespace.layers * 2 * namespace.kv_heads)
+    used = run // namespace.block_tokens * slots
+    for start in range(0, len(data), run):
+        data[start + used : start + run] = bytes(run - used)
+    return memoryview(data)
+
+
+@contextmanager
+def _holding(pool: BlockPool, blocks: Sequence[BlockId]) -> Iterator[None]:
+    """For a transfer: the session may cut them meanwhile, and nobody writes over them."""
+    pool.hold(blocks)
+    try:
+        yield
+    finally:
+        pool.release(blocks)

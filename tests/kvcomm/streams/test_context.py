@@ -1,0 +1,164 @@
+"""The record of a compacted context: one form, damage is noticed, and nothing in it is believed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvcomm.block import BlockKey, Incarnation
+from kvcomm.errors import Corrupt, NamespaceError, TooLarge
+from kvcomm.manifest import Manifest
+from kvcomm.namespace import TenantDigest
+from kvcomm.streams.context import StreamContext, newest
+from kvcomm.streams.events import SpanId
+from kvcomm.streams.pool import BlockPool
+from kvcomm.streams.session import Session
+from tests.kvcomm.streams.pasts import NAMESPACE, told
+from tests.namespaces import namespace
+
+
+def context_of(session: Session) -> StreamContext:
+    return StreamContext.of(session, producer=Incarnation(7), policy="turns")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_story_travels_and_verifies(seed: int) -> None:
+    session = told(seed)
+    session.protect(3)
+    session.sampled(seed)
+    session.end_turn(session.slot_count - 1)
+    context = context_of(session)
+    again = StreamContext.decode(context.encode())
+    assert again == context
+    chain = again.verify(NAMESPACE)
+    assert list(chain.view.rows) == list(session.view.rows)
+    assert (again.tokens.tolist(), again.pending, again.protected) == (session.tokens, seed, 4)
+    assert (again.view_digest, again.weights_version) == (session.view.digest, session.view.weights_version)
+    assert {each.span for each in again.archived} == session.archive.keys()
+
+
+def test_every_damaged_byte_and_every_cut_is_noticed() -> None:
+    data = context_of(told(1, steps=12)).encode()
+    for at in range(len(data)):
+        with pytest.raises(Corrupt):
+            StreamContext.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(Corrupt):
+            StreamContext.decode(data[:at])
+    with pytest.raises(Corrupt):
+        StreamContext.decode(data + b"\0")
+
+
+def test_edge_16_a_compacted_context_and_an_exact_manifest_are_never_taken_for_each_other() -> None:
+    with pytest.raises(Corrupt, match="not a version 1 manifest"):
+        Manifest.decode(context_of(told(1)).encode())
+    manifest = Manifest.empty(NAMESPACE).append(list(range(60)), NAMESPACE)
+    with pytest.raises(Corrupt, match="not a version 1 stream"):
+        StreamContext.decode(manifest.encode())
+
+
+def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
+    """Each change is well-formed and would be believed by who trusts the record."""
+    session = told(5)
+    context = context_of(session)
+    assert context.events and context.archived
+    other = BlockKey(b"k" * 32)
+    tokens = bytearray(context.token_bytes)
+    tokens[0] ^= 1
+    runs, last = context.view_runs[:-1], context.view_runs[-1]
+    for change in (
+        {"keys": (*context.keys[:-1], other)},
+        {"keys": context.keys[::-1]},
+        {"lineage": b"l" * 32},
+        {"token_bytes": bytes(tokens)},
+        {"events": context.events[:-1]},
+        {"events": context.events[1:]},
+        {"events": (*context.events, context.events[-1])},
+        {"view_runs": (*runs, (last[0] - 1, last[1]))},
+        {"archived": (context.archived[0]._replace(keys=(other,)), *context.archived[1:])},
+        {"archived": (context.archived[0]._replace(span=SpanId(b"s" * 32)), *context.archived[1:])},
+    ):
+        with pytest.raises(Corrupt):
+            replace(context, **change).verify(NAMESPACE)
+    for index, event in enumerate(context.events):
+        late = (
+            *context.events[:index],
+            replace(event, at_row=event.at_row + 1),
+            *context.events[index + 1 :],
+        )
+        with pytest.raises(Corrupt):
+            replace(context, events=late).verify(NAMESPACE)
+
+
+def test_a_context_is_of_no_use_to_another_model_or_tenant() -> None:
+    context = context_of(told(2))
+    for other in (
+        namespace(block_tokens=4, vocab_size=100, revision="weights-2"),
+        NAMESPACE.for_tenant(TenantDigest(b"t" * 16)),
+    ):
+        with pytest.raises(NamespaceError, match="tenant cannot use"):
+            context.verify(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lineage": b"short"},
+        {"block_tokens": 0},
+        {"codec": "zip"},
+        {"token_bytes": b"abc"},
+        {"keys": ()},
+        {"view_runs": ((0, 10_000),)},
+        {"protected": 3},
+        {"pending": -1},
+        {"turns": ((4, 2),)},
+        {"turns": ((0, 10_000),)},
+    ],
+)
+def test_parts_that_contradict_each_other_are_no_context(change: dict[str, object]) -> None:
+    with pytest.raises(Corrupt, match="not a stream's context"):
+        replace(context_of(told(4)), **change)  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_whole_and_not_canonical_are_refused() -> None:
+    context = context_of(told(6))
+    split = context.view_runs[0]
+    doubled = replace(
+        context, view_runs=((split[0], 1), (split[0] + 1, split[1] - 1), *context.view_runs[1:])
+    )
+    with pytest.raises(Corrupt):
+        StreamContext.decode(doubled.encode()).verify(NAMESPACE)
+
+
+@pytest.mark.slow
+def test_a_record_holds_two_hundred_thousand_rows_and_says_what_to_do_beyond() -> None:
+    small = namespace(block_tokens=16, vocab_size=100)
+    session = Session(BlockPool(20_000), small, rows_max=1_000_000)
+    for _ in range(50):
+        session.commit(session.plan([7] * 4_000))
+        session.evict([(0, session.full_slots)])
+    assert len(context_of(session).encode()) < 1 << 20
+    for _ in range(16):
+        session.commit(session.plan([7] * 4_000))
+    with pytest.raises(TooLarge, match="begin a new stream"):
+        context_of(session).encode()
+
+
+def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
+    session = told(8)
+    contexts = [context_of(session)]
+    session.sampled(5)
+    contexts.append(context_of(session))
+    session.commit(session.plan([5, 6, 7, 8, 9]))
+    contexts.append(context_of(session))
+    session.evict([(0, 4)])
+    contexts.append(context_of(session))
+    random.Random(1).shuffle(contexts)
+    assert newest(contexts) == context_of(session)
+    assert newest([]) is None
+    other = told(9)
+    assert newest([context_of(session), context_of(other)]) is None
+    before = contexts[0]
+    assert all(context_of(session).extends(each) for each in contexts)
+    assert not replace(before, namespace=NAMESPACE.for_tenant(TenantDigest(b"t" * 16)).id).extends(before)
