@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import Event
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
 
@@ -39,6 +41,7 @@ class StreamEngine:
         lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
 
     Raises:
+        NotCompactable: rotary frequencies that change with the length, or layers without rows.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -55,6 +58,7 @@ class StreamEngine:
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
+        require_compactable(model.config.to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
@@ -62,6 +66,7 @@ class StreamEngine:
         self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
+        self._swapped: WeakKeyDictionary[Session, list[memoryview]] = WeakKeyDictionary()
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
@@ -136,6 +141,30 @@ class StreamEngine:
 
     def load(self, block: BlockId, payload: Buffer) -> None:
         self.paged.load(block, payload)
+
+    def swap_out(self, session: Session) -> None:
+        """Give the session's blocks to others; their bytes wait in the host's memory.  Archived blocks stay.
+
+        Raises:
+            ValueError, Refused: a feed is under way, or the session is closed or swapped out.
+        """
+        payloads = [self.payload(block) for block in session.table]
+        session.swap_out()
+        self.lanes.leave(session)
+        self._swapped[session] = payloads
+
+    def swap_in(self, session: Session) -> None:
+        """Take memory for it again, and go on where it was: nothing is computed twice.
+
+        Raises:
+            ValueError: the session was not swapped out here.
+            PoolFull: no memory.  Nothing is changed then.
+        """
+        payloads = self._swapped.get(session)
+        if payloads is None:
+            raise ValueError("no bytes of that session are kept here: swap_out keeps them")
+        session.swap_in(lambda place, block: self.load(block, payloads[place]))
+        del self._swapped[session]
 
     # -- inside
 
