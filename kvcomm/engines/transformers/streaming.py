@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
 
@@ -41,6 +43,7 @@ class StreamEngine:
         counts: of events and rows, in a client's metrics; its own if not given.
 
     Raises:
+        NotCompactable: rotary frequencies that change with the length, or layers without rows.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -58,6 +61,7 @@ class StreamEngine:
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
+        require_compactable(model.config.to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
@@ -66,6 +70,7 @@ class StreamEngine:
         self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
+        self._swapped: WeakKeyDictionary[Session, list[memoryview]] = WeakKeyDictionary()
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
@@ -145,6 +150,30 @@ class StreamEngine:
 
     def load(self, block: BlockId, payload: Buffer) -> None:
         self.paged.load(block, payload)
+
+    def swap_out(self, session: Session) -> None:
+        """Give the session's blocks to others; their bytes wait in the host's memory.  Archived blocks stay.
+
+        Raises:
+            ValueError, Refused: a feed is under way, or the session is closed or swapped out.
+        """
+        payloads = [self.payload(block) for block in session.table]
+        session.swap_out()
+        self.lanes.leave(session)
+        self._swapped[session] = payloads
+
+    def swap_in(self, session: Session) -> None:
+        """Take memory for it again, and go on where it was: nothing is computed twice.
+
+        Raises:
+            ValueError: the session was not swapped out here.
+            PoolFull: no memory.  Nothing is changed then.
+        """
+        payloads = self._swapped.get(session)
+        if payloads is None:
+            raise ValueError("no bytes of that session are kept here: swap_out keeps them")
+        session.swap_in(lambda place, block: self.load(block, payloads[place]))
+        del self._swapped[session]
 
     # -- inside
 
