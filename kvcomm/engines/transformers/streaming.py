@@ -17,6 +17,7 @@ from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import Event
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
 
@@ -39,6 +40,7 @@ class StreamEngine:
         lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
 
     Raises:
+        NotCompactable: see :func:`require_compactable`.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -55,6 +57,7 @@ class StreamEngine:
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
+        require_compactable(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
