@@ -43,7 +43,7 @@ class StreamEngine:
         counts: of events and rows, in a client's metrics; its own if not given.
 
     Raises:
-        NotCompactable: rotary frequencies that change with the length, or layers without rows.
+        NotCompactable: see :func:`require_compactable`.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -61,7 +61,7 @@ class StreamEngine:
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
-        require_compactable(model.config.to_dict())
+        require_compactable(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
