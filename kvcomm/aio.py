@@ -28,6 +28,7 @@ from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.streams.archive import Archive, PutAway, SpanLost
 from kvcomm.streams.context import StreamContext
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.pool import BlockId
@@ -164,6 +165,10 @@ class AsyncClient:
     def metrics(self) -> dict[str, float]:
         """See ``Client.metrics``."""
         return self._counted()
+
+    def stream_counts(self) -> StreamCounts:
+        """See ``Client.stream_counts``."""
+        return StreamCounts(self._operations.metrics)
 
     def pools(self) -> Sequence[PoolView]:
         """See ``Client.pools``."""

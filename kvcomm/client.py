@@ -21,6 +21,7 @@ from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
 from kvcomm.streams.archive import Archive, PutAway, SpanLost
 from kvcomm.streams.context import StreamContext
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.pool import BlockId
@@ -165,6 +166,10 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Every metric of this client by its name in Prometheus (docs/metrics.md)."""
         return self._counted()
+
+    def stream_counts(self) -> StreamCounts:
+        """Counts of an engine's streams, in :meth:`metrics`; hand it to the engine."""
+        return StreamCounts(self._operations.metrics)
 
     def pools(self) -> Sequence[PoolView]:
         """How each pool of the rack is read, through which transport, and why not through another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcomm.cli import bench, chaos, data, demo, doctor, roles, status, up
+from kvcomm.cli import bench, chaos, data, demo, doctor, roles, status, streams, up
 
 app = typer.Typer(
     name="kvcomm",
@@ -22,5 +22,6 @@ app.command("ls")(data.ls)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(chaos.app, name="chaos")
+app.add_typer(streams.app, name="streams")
 app.command("pool")(roles.pool)
 app.command("shard")(roles.shard)

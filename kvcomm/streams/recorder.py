@@ -10,7 +10,8 @@ nobody's text is only known to who samples and feeds::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
 
 from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of, text_of
 from kvcomm.streams.session import Session
@@ -53,7 +54,16 @@ class Recorder:
         Raises:
             ValueError: there are not so many, or one of them was sampled or marked already.
         """
-        self.filler_rows += self._last_rows(row_count)
+        self._mark(self.filler_rows, self._last_rows(row_count))
+
+    def filler_at(self, rows: Iterable[int]) -> None:
+        """These rows are filler: of a chunk with filler behind each of its messages.
+
+        Raises:
+            ValueError: they do not ascend, one was not fed, or was sampled, or is not behind all that were
+                marked before.
+        """
+        self._mark(self.filler_rows, tuple(rows))
 
     def repeated(self, row_count: int) -> None:
         """The last ``row_count`` rows that were fed have the text of archived ones that were lost.
@@ -61,7 +71,7 @@ class Recorder:
         Raises:
             ValueError: as :meth:`filler`.
         """
-        self.repeated_rows += self._last_rows(row_count)
+        self._mark(self.repeated_rows, self._last_rows(row_count))
 
     def text(self) -> tuple[int, ...]:
         """What was fed and sampled so far, fillers and repetitions left out, the pending token included."""
@@ -104,12 +114,20 @@ class Recorder:
 
     def _last_rows(self, row_count: int) -> range:
         end = self.session.next_row
-        taken = [rows[-1] for rows in (self.filler_rows, self.repeated_rows) if rows]
-        sampled = [each.query_row + 1 for each in self.samples[-2:] if each.query_row + 1 < end]
-        first_free = max(*taken, *sampled, -1, -1) + 1
-        if not 0 <= row_count <= end - first_free:
-            raise ValueError(
-                f"{row_count} rows cannot be marked: {end - first_free} were fed behind the last one that "
-                "was sampled or marked"
-            )
+        if not 0 <= row_count <= end:
+            raise ValueError(f"{row_count} rows cannot be marked: {end} were fed")
         return range(end - row_count, end)
+
+    def _mark(self, marked: list[int], rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        last = max(*self.filler_rows[-1:], *self.repeated_rows[-1:], -1, -1)
+        if any(before >= after for before, after in pairwise((last, *rows))):
+            raise ValueError(f"rows are marked in order, each once; row {last} was the last")
+        if rows[-1] >= self.session.next_row:
+            raise ValueError(f"row {rows[-1]} cannot be marked: {self.session.next_row} were fed")
+        behind = takewhile(lambda each: each.query_row + 1 >= rows[0], reversed(self.samples))
+        sampled = {each.query_row + 1 for each in behind}
+        if not sampled.isdisjoint(rows):
+            raise ValueError(f"row {min(sampled.intersection(rows))} was sampled: it is the model's text")
+        marked.extend(rows)

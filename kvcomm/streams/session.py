@@ -283,12 +283,20 @@ class Session:
         border = -(-slots // self.block_tokens) * self.block_tokens
         self.protected = max(self.protected, border)
 
-    def end_turn(self, start: int) -> None:
-        """The rows from slot ``start`` to the end of the view are one finished turn."""
+    def end_turn(self, start: int, end: int | None = None) -> None:
+        """The rows from slot ``start`` on, up to ``end`` or that of the view, are one finished turn."""
         last = self.turns[-1].end if self.turns else 0
-        if not last <= start < self.slot_count:
-            raise ValueError(f"a turn from slot {start} of {self.slot_count}, after slot {last}")
-        self.turns.append(Turn(start, self.slot_count))
+        end = self.slot_count if end is None else end
+        if not last <= start < end <= self.slot_count:
+            raise ValueError(f"a turn [{start}, {end}) in a view of {self.slot_count}, after slot {last}")
+        self.turns.append(Turn(start, end))
+
+    def drop_turns(self, start: int, end: int) -> int:
+        """What lies in these slots is no turn any more, whether a cut took it or left a part; how many."""
+        kept = [turn for turn in self.turns if not start <= turn.start <= turn.end <= end]
+        dropped = len(self.turns) - len(kept)
+        self.turns = kept
+        return dropped
 
     # -- events
 

@@ -17,7 +17,7 @@ UNSAFE_LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve
 COMPOSITION_ROOTS = ("kvcomm.connect", "kvcomm.cli", "kvcomm.chaos")
 # Heavy optional packages -> the only rooms that may name them.
 ENGINE_ROOMS = {
-    "torch": ("kvcomm.engines", "kvcomm.demo"),
+    "torch": ("kvcomm.engines", "kvcomm.demo", "kvcomm.streams.replay", "kvcomm.streams.mismatch"),
     "transformers": ("kvcomm.engines", "kvcomm.demo"),
     "tokenizers": ("kvcomm.engines", "kvcomm.demo"),
     "safetensors": ("kvcomm.engines", "kvcomm.demo"),

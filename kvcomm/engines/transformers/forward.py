@@ -33,7 +33,7 @@ def forward(
     masks: Mapping[str, Any],
     *,
     cache: Cache | None = None,
-    last: int = 0,
+    last: int | torch.Tensor = 0,
 ) -> torch.Tensor:
     """A pass whose caller says what every row attends; gradients flow if they are on.
 
@@ -43,17 +43,19 @@ def forward(
         masks: by layer type (:func:`layer_types`): bool ``[batch, 1, rows, cached + rows]``, true = attends,
             or a ``BlockMask`` for a model that attends through FlexAttention.
         cache: K/V before these rows; theirs is appended.
-        last: logits of so many last rows; 0 = of all.
+        last: logits of so many last rows (0 = of all), or of these rows, int64 ``[n]``.
 
-    Returns logits of the model's dtype, ``[batch, last or rows, vocab_size]``.
+    Returns logits of the model's dtype, ``[batch, last, n or rows, vocab_size]``.
     """
     kinds = set(layer_types(model))
     missing = kinds - masks.keys()
     if missing:
         raise ValueError(f"the model has layers of type {sorted(missing)}, and no mask says what they attend")
-    added = {kind: _as_added(model, mask) for kind, mask in masks.items()}
+    config: Any = model.config
+    if config._attn_implementation == "eager":
+        masks = {kind: as_added(mask, model.dtype) for kind, mask in masks.items()}
     # One mask is understood by all; several only by models that name the type of each layer.
-    mask = dict(added) if len(kinds) > 1 else added[kinds.pop()]
+    mask = dict(masks) if len(kinds) > 1 else masks[kinds.pop()]
     cached = {} if cache is None else {_cache_argument(model): cache}
     output = model(
         input_ids=ids,
@@ -82,12 +84,11 @@ def window_of(model: PreTrainedModel) -> int:
     return int(config.sliding_window) if SLIDING in layer_types(model) else 0
 
 
-def _as_added(model: PreTrainedModel, mask: Any) -> Any:
-    """Eager attention adds its mask to the scores, and would take "true" for a bonus of 1."""
-    config: Any = model.config
-    if config._attn_implementation != "eager" or not isinstance(mask, torch.Tensor):
+def as_added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as what eager attention adds to its scores; it would take "true" for a bonus of 1."""
+    if mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, torch.finfo(model.dtype).min)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _cache_argument(model: PreTrainedModel) -> str:

@@ -24,11 +24,7 @@ from kvcomm.canonical import Canonical, canonical_bytes
 from kvcomm.engines.transformers.forward import advance
 from kvcomm.errors import NamespaceError
 from kvcomm.namespace import DTYPE_BYTES, Namespace
-
-FIXED_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""Rotary kinds whose frequencies do not depend on the length of the sequence: a rotated key stays valid."""
-
-LAYER_KINDS = ("full_attention", "sliding_attention")
+from kvcomm.streams.model_rules import FIXED_ROPE_KINDS, LAYER_KINDS
 
 _NOT_COMPUTATION = frozenset({
     "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
@@ -105,6 +101,11 @@ def namespace_of(
         adapter_revision="" if adapter is None else adapter.revision,
         attention=_attention(model, config),
     )
+
+
+def require_fixed_rotations(model: PreTrainedModel) -> None:
+    """Raises ``UnsupportedModel`` where a key that was rotated once changes its meaning later."""
+    _rope(model.config.get_text_config(decoder=True))
 
 
 def weights_digest(model: PreTrainedModel) -> str:

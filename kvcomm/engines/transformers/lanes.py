@@ -189,16 +189,3 @@ def lane_cache(states: torch.Tensor, places: torch.Tensor, held: int) -> Dynamic
     cache.layers = [LaneLayer(layer, places, held) for layer in states]
     cache.layer_class_to_replicate = None
     return cache
-
-
-def lane_places(firsts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Where the rows of a pass stand: ``[lane][row]``, lanes with fewer rows padded in front.
-
-    The padding goes *behind* the real rows, where nothing attends it and the next rows overwrite it; no place
-    of a lane is written twice.
-    """
-    most = max(counts)
-    return [
-        [*range(first + count, first + most), *range(first, first + count)]
-        for first, count in zip(firsts, counts, strict=True)
-    ]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcomm.block import Buffer
+from kvcomm.engines.transformers.attention import Watch, watching
+from kvcomm.engines.transformers.chunk import Chunk
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_types, window_of
 from kvcomm.engines.transformers.identity import namespace_of
-from kvcomm.engines.transformers.lanes import Lanes, lane_cache, lane_places
+from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
-
-_ALIGNED = 16
-"""Attention kernels want masks whose rows are multiples of it."""
 
 
 def _no_journal(event: Event) -> None:
@@ -69,35 +69,66 @@ class StreamEngine:
     def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
         return Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
 
-    def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> list[torch.Tensor]:
+    def feed(
+        self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
+    ) -> list[torch.Tensor]:
         """See :meth:`kvcomm.streams.engine.Engine.feed`.
+
+        Args:
+            watch: is told what the rows attend.
 
         Raises:
             ValueError: the model is in training mode, a session stands twice, or is of another engine.
         """
-        self._check(feeds)
-        if not feeds:
-            return []
-        planned: list[tuple[Session, Feed]] = []
-        try:
-            for session, tokens in feeds:
-                planned.append((session, session.plan(tokens)))
-            logits = self._computed(planned)
-        except BaseException:
-            for session, feed in planned:
-                session.abandon(feed)
-            raise
-        for session, feed in planned:
-            session.commit(feed)
-            self.lanes.fed(session)
-        return logits
+        with self._planned(feeds) as planned:
+            logits = self._computed(planned, watch, last=1) if planned else []
+            for session, feed in tuple(planned):
+                session.commit(feed)
+                planned.pop(0)
+                self.lanes.fed(session)
+        return [rows[-1] for rows in logits]
+
+    def feed_guess(
+        self, session: Session, tokens: Sequence[int], judge: Callable[[torch.Tensor], int]
+    ) -> torch.Tensor:
+        """Feed tokens of which the last ones are guessed, and keep those that the model agrees to: in a view
+        that changes with events a wrong row must not be there when the next one happens.
+
+        Args:
+            tokens: at most ``chunk_rows``.
+            judge: gets the logits after each token, float32 ``[tokens, vocab_size]``, and says how many
+                tokens from the front are right; the others were never fed.
+
+        Returns the logits after the last token that was kept, or, if none was, after none: ``[0]``.
+
+        Raises:
+            ValueError: too many tokens, or ``judge`` says more than there are.
+        """
+        if len(tokens) > self._chunk_rows:
+            raise ValueError(f"{len(tokens)} guessed tokens, and one pass computes {self._chunk_rows}")
+        with self._planned([(session, tokens)]) as planned:
+            ((_, feed),) = planned
+            (logits,) = self._computed(planned, None, last=len(tokens))
+            count = judge(logits)
+            if not 0 <= count <= len(tokens):
+                raise ValueError(f"{count} of {len(tokens)} guessed tokens are right")
+            if count:
+                session.commit(feed, count)
+                planned.clear()
+                self.lanes.fed(session)
+        return logits[count - 1] if count else logits.new_zeros(0)
 
     def fork(
-        self, session: Session, name: bytes, *, journal: Callable[[Event], None] = _no_journal
+        self,
+        session: Session,
+        name: bytes,
+        *,
+        journal: Callable[[Event], None] = _no_journal,
+        at_row: int | None = None,
     ) -> Session:
-        child = session.fork(name, journal=journal)
-        full = session.full_slots // session.block_tokens
-        self.paged.copy(session.table[full:], child.table[full:])
+        child = session.fork(name, journal=journal, at_row=at_row)
+        full = child.full_slots // child.block_tokens
+        self.paged.copy(session.table[full : len(child.table)], child.table[full:])
         return child
 
     def payload(self, block: BlockId) -> memoryview:
@@ -108,56 +139,65 @@ class StreamEngine:
 
     # -- inside
 
-    def _check(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> None:
+    @contextmanager
+    def _planned(
+        self, feeds: Sequence[tuple[Session, Sequence[int]]]
+    ) -> Iterator[list[tuple[Session, Feed]]]:
+        """All are planned; those that are still in the list at the end are abandoned, as after an error."""
         if self.model.training:
             raise ValueError(
                 "the model is in training mode, where dropout makes K/V random: call model.eval() first"
             )
         if any(session.pool is not self.pool for session, _ in feeds):
             raise ValueError("a session of another engine: its blocks are not in this memory")
+        planned: list[tuple[Session, Feed]] = []
+        try:
+            for session, tokens in feeds:
+                planned.append((session, session.plan(tokens)))
+            yield planned
+        finally:
+            for session, feed in planned:
+                session.abandon(feed)
 
-    def _computed(self, planned: Sequence[tuple[Session, Feed]]) -> list[torch.Tensor]:
-        """K/V written to lanes and paged memory; the logits after each feed's last token."""
+    def _computed(
+        self, planned: Sequence[tuple[Session, Feed]], watch: Watch | None, last: int
+    ) -> list[torch.Tensor]:
+        """K/V written to lanes and paged memory; the logits after each feed's ``last`` last tokens."""
         counts = [len(feed.tokens) for _, feed in planned]
         padding = min(self._chunk_rows, max(counts) - min(counts))
         places = padding + max(feed.first_slot + len(feed.tokens) for _, feed in planned)
+        if watch is not None:
+            for session, feed in planned:
+                count = len(feed.tokens)
+                watch.begin(session, feed.first_slot + count, count, self.paged.states.device)
         with torch.inference_mode():
             lanes = self.lanes.seat([session for session, _ in planned], places)
-            by_lane = dict(zip(lanes, (feed for _, feed in planned), strict=True))
+            by_lane = dict(zip(lanes, planned, strict=True))
             logits: dict[int, torch.Tensor] = {}
             for start in range(0, max(counts), self._chunk_rows):
-                logits |= self._pass(by_lane, start)
+                logits |= self._pass(by_lane, start, watch, last)
         return [logits[lane].clone() for lane in lanes]  # ordinary tensors, whoever computes on
 
-    def _pass(self, by_lane: dict[int, Feed], start: int) -> dict[int, torch.Tensor]:
-        """Tokens ``[start, start + chunk_rows)`` of each feed.  Float32 ``[vocab_size]`` by lane, for those
-        that have some."""
-        parts = {lane: feed.tokens[start : start + self._chunk_rows] for lane, feed in by_lane.items()}
-        active = [lane for lane, part in parts.items() if part]
-        window = range(min(active), max(active) + 1)
-        counts = [len(parts[lane]) for lane in window]
-        firsts = [by_lane[lane].first_slot + min(start, len(by_lane[lane].tokens)) for lane in window]
-        most = max(counts)
-        reach = -(-(max(firsts) + most) // _ALIGNED) * _ALIGNED
-        device = self.paged.states.device
-        shifts = [by_lane[lane].first_row - by_lane[lane].first_slot for lane in window]
-        given = torch.tensor(
-            [
-                [shift, *at, *[0] * (most - len(parts[lane])), *parts[lane]]
-                for lane, shift, at in zip(window, shifts, lane_places(firsts, counts), strict=True)
-            ],
-            device=device,
-        )
-        places, ids = given[:, 1 : most + 1], given[:, most + 1 :]
-        positions = places + given[:, :1]
-        lanes = slice(window.start, window.stop)
+    def _pass(
+        self, by_lane: Mapping[int, tuple[Session, Feed]], start: int, watch: Watch | None, last: int
+    ) -> dict[int, torch.Tensor]:
+        """Tokens ``[start, start + chunk_rows)`` of each feed.  Float32 ``[last, vocab_size]`` by lane, for
+        those that have some."""
+        chunk = Chunk.of(by_lane, start, start + self._chunk_rows)
+        places, positions, ids = chunk.tensors(self.paged.states.device)
+        lanes = slice(chunk.lanes.start, chunk.lanes.stop)
         self.lanes.rows[lanes].scatter_(1, places, positions)
-        states = self.lanes.states[:, :, lanes, :, :reach]
-        masks = self._masks(places, positions, self.lanes.rows[lanes, :reach])
-        cache = lane_cache(states, places, max(firsts))
-        logits = forward(self.model, ids, positions, masks, cache=cache, last=1)[:, -1].float()
-        self._write([by_lane[lane] for lane in window], states, firsts, counts)
-        return {lane: logits[lane - window.start] for lane in active}
+        states = self.lanes.states[:, :, lanes, :, : chunk.reach]
+        masks = self._masks(places, positions, self.lanes.rows[lanes, : chunk.reach])
+        cache = lane_cache(states, places, max(chunk.firsts))
+        collector = None if watch is None else chunk.collector(watch, states.device)
+        with nullcontext() if collector is None else watching(self.model, collector):
+            logits = forward(self.model, ids, positions, masks, cache=cache, last=last).float()
+        self._write(chunk, states)
+        if watch is not None and collector is not None:
+            for lane, mass in zip(chunk.lanes, collector.mass, strict=True):
+                watch.add(by_lane[lane][0], mass)
+        return {lane: logits[lane - chunk.lanes.start] for lane in chunk.active}
 
     def _masks(
         self, places: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor
@@ -171,22 +211,9 @@ class StreamEngine:
             masks[SLIDING] = (seen & near)[:, None]
         return {kind: masks[kind] for kind in self._kinds}
 
-    def _write(
-        self,
-        feeds: Sequence[Feed],
-        states: torch.Tensor,
-        firsts: Sequence[int],
-        counts: Sequence[int],
-    ) -> None:
+    def _write(self, chunk: Chunk, states: torch.Tensor) -> None:
         """What the lanes got, to the paged memory."""
-        size = self.namespace.block_tokens
-        lanes: list[int] = []
-        slots: list[int] = []
-        blocks: list[int] = []
-        for lane, (feed, first, count) in enumerate(zip(feeds, firsts, counts, strict=True)):
-            lanes += [lane] * count
-            slots += range(first, first + count)
-            before = feed.first_slot // size
-            blocks += [feed.tail[slot // size - before] for slot in range(first, first + count)]
+        lanes, slots, blocks = chunk.written(self.namespace.block_tokens)
         where = torch.tensor([lanes, slots, blocks], device=states.device)
-        self.paged.write(where[2], where[1] % size, states[:, :, where[0], :, where[1]])
+        offsets = where[1] % self.namespace.block_tokens
+        self.paged.write(where[2], offsets, states[:, :, where[0], :, where[1]])

@@ -1,10 +1,14 @@
-"""``Policy``: looks at a view and names the slots to cut."""
+"""``Policy``: looks at a view and names the slots to cut.
+
+A policy is settings alone, without state, so one serves any number of streams.  What it must remember of a
+stream (attention, for those that go by it) is in a ``Scorer`` of that stream, which the ``Compactor`` keeps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from kvcomm.streams.events import SlotRange
 
@@ -26,7 +30,7 @@ class Look:
     next_row: int
     moment: Moment
     scores: Sequence[float] = field(default=())
-    """One a full block, if the policy asked for them; larger = keep."""
+    """One a full block, if the policy is due and goes by them; larger = keep."""
 
     @property
     def full_slots(self) -> int:
@@ -37,10 +41,64 @@ class Look:
 class Policy(Protocol):
     """Asked again after each cut until it names nothing."""
 
-    name: str
-    needs_scores: bool
-    """Of attention; an engine then has to compute them."""
+    @property
+    def name(self) -> str:
+        """Stands in the events as their reason."""
+        ...
+
+    @property
+    def needs_scores(self) -> bool:
+        """Of attention; an engine then has to measure it, see ``Scoring``."""
+        ...
 
     def select(self, look: Look) -> list[SlotRange]:
-        """Whole full blocks behind ``protected``, ascending and disjoint; empty = no cut now."""
+        """Slots to cut now, ascending and disjoint; empty = no cut.
+
+        They need not end on block borders: what is cut is the whole blocks inside them that are full and
+        behind ``protected``, maybe none.  A turn that lies in them counts no more, cut or not.
+        """
+        ...
+
+
+@runtime_checkable
+class Checked(Policy, Protocol):
+    """A policy whose settings may not fit an engine."""
+
+    def check(self, block_tokens: int) -> None:
+        """Raises ``ConfigError``."""
+        ...
+
+
+class Scorer(Protocol):
+    """What a stream's blocks are worth, from the attention that they got."""
+
+    def observe(self, rows: Sequence[int], mass: Sequence[float], query_rows: int) -> None:
+        """After a forward pass.
+
+        Args:
+            rows: of the view, by slot, those of the pass included.
+            mass: by slot: attention probability, summed over layers, heads and the ``query_rows`` last rows.
+        """
+        ...
+
+    def scores(self, rows: Sequence[int]) -> list[float]:
+        """One a full block of a view."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Policy, Protocol):
+    """A policy that goes by attention."""
+
+    @property
+    def query_rows(self) -> int:
+        """Measure the attention of so many last rows of a forward pass; 0 = of all its rows."""
+        ...
+
+    def scorer(self, block_tokens: int) -> Scorer:
+        """For one stream."""
+        ...
+
+    def due(self, look: Look) -> bool:
+        """Whether it would cut now if it had scores, which are not worth computing otherwise."""
         ...

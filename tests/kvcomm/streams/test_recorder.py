@@ -71,13 +71,34 @@ def test_a_sampled_row_or_a_marked_one_is_no_filler():
     writing = recorder([1, 2])
     writing.sampled(3, -0.5, PLAIN)
     feed(writing.session, [3, 0, 0])
-    for count in (3, 4, 100, -1):
-        with pytest.raises(ValueError, match="2 were fed behind"):
+    for count in (3, 4, 5):
+        with pytest.raises(ValueError, match="row 2 was sampled"):
+            writing.filler(count)
+    for count in (6, -1):
+        with pytest.raises(ValueError, match="5 were fed"):
             writing.filler(count)
     writing.filler(1)
-    with pytest.raises(ValueError, match="0 were fed behind"):
-        writing.repeated(1)
-    assert writing.filler_rows == [4]
+    writing.filler(0)
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="row 4 was the last"):
+            writing.repeated(count)
+    assert (writing.filler_rows, writing.repeated_rows) == ([4], [])
+
+
+def test_filler_may_stand_behind_each_message_of_a_chunk():
+    writing = recorder([1, 2, 0, 0, 5, 6, 7, 0])
+    writing.filler_at((2, 3, 7))
+    assert writing.rollout().text() == (1, 2, 5, 6, 7)
+    feed(writing.session, [1, 2, 3])
+    for rows, says in (
+        ((9, 8), "in order"),
+        ((9, 9), "in order"),
+        ((7,), "row 7 was the last"),
+        ((11,), "11 were"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            writing.filler_at(rows)
+    assert writing.filler_rows == [2, 3, 7]
 
 
 def test_edge_19_a_rollout_without_a_completion_or_without_anything():

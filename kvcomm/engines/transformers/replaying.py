@@ -1,0 +1,288 @@
+"""``replay``: run a transformers model over rollouts as their engine ran it, from their records alone.
+
+::
+
+    replayed = replay(model, rollouts)                        # one forward pass over all of them
+    loss = sum(policy_loss(each.log_probs, each.rollout, advantage) for each in replayed)
+    loss.backward()
+    print(mismatch(replayed))                                 # kvcomm.streams.mismatch
+
+Paths, of which a call takes one for all its rollouts:
+
+``mask``
+    One forward pass over all rows of all rollouts, packed.  The gradient flows through evicted K/V too: what
+    the model wrote into a row is learned from what later rows read there.
+``segmented``
+    One forward pass per view with the K/V spliced between, rollout after rollout.  The same numbers and the
+    same gradient.  A distributed trainer needs the same number of passes on every rank: ``passes``.
+``detached``
+    The same without a gradient through the K/V of earlier views: memory is bounded by the longest view, and
+    the gradient is another one (measured cosine 0.85 to the full one).
+
+How the model attends decides the kind of mask: ``attn_implementation="flex_attention"`` takes block masks
+(for long rows, on a GPU; on a CPU it runs uncompiled and without gradients), ``sdpa`` and ``eager`` take
+dense ones of ``[rows, rows]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
+from kvcomm.engines.transformers.identity import require_fixed_rotations
+from kvcomm.streams.replay import (
+    Keeping,
+    Pack,
+    Segment,
+    Unreplayable,
+    pack,
+    require_maskable,
+    sampled_log_probabilities,
+    segments,
+)
+from kvcomm.streams.rollout import Rollout
+
+Path = Literal["mask", "segmented", "detached"]
+
+FLEX = "flex_attention"
+FLEX_TILE = 128
+"""Rows are padded to its multiples, so that kernels are compiled for few shapes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """A rollout as the trainer's weights see it."""
+
+    rollout: Rollout
+    path: Path
+    """Which gradient this is."""
+    logits: torch.Tensor = field(repr=False)
+    """``[samples, vocab_size]``, the model's own, of the samples' query rows."""
+    log_probs: torch.Tensor = field(repr=False)
+    """float32 ``[samples]``: of the tokens that were drawn, each under its own sampling."""
+
+
+def replay(
+    model: PreTrainedModel,
+    rollouts: Sequence[Rollout],
+    *,
+    path: Path = "mask",
+    kv_dtype: torch.dtype | None = None,
+    keeping: Keeping = Keeping(),  # noqa: B008 - frozen
+    passes: int = 0,
+) -> list[Replayed]:
+    """Log probabilities of all samples; gradients flow if they are on.
+
+    Args:
+        model: the trainer's, with the weights to be judged or trained.
+        rollouts: at least one; packed into one row of a batch on the path ``mask``, so choose them with
+            ``kvcomm.streams.replay.bins``.
+        kv_dtype: of the engine's K/V memory where it is not the model's: rows are rounded as they were there.
+        keeping: how the engine kept its rows.
+        passes: run as many forward passes at least, further ones on a single token whose logits count
+            nothing, so that ranks which wait for each other in every pass stay together.
+
+    Raises:
+        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask).
+        UnsupportedModel: rotary frequencies that depend on the length.
+        Corrupt: an event does not follow from those before it.
+    """
+    require_maskable(keeping)
+    require_fixed_rotations(model)
+    _require_masks(model, path, kv_dtype)
+    packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+    if path == "mask":
+        logits, done = _masked(model, packed, kv_dtype), 1
+    else:
+        plans = [segments(rollout) for rollout in rollouts]
+        parts = [
+            _segmented(model, rollout, plan, kv_dtype, detach=path == "detached")
+            for rollout, plan in zip(rollouts, plans, strict=True)
+        ]
+        logits, done = torch.cat(parts), sum(map(len, plans))
+    for _ in range(done, passes):
+        logits = logits + 0 * _idle_pass(model)
+    return [
+        Replayed(rollout, path, own, sampled_log_probabilities(own, rollout.samples))
+        for rollout, own in zip(rollouts, packed.split(logits), strict=True)
+    ]
+
+
+def pass_count(rollouts: Sequence[Rollout], path: Path) -> int:
+    """Forward passes that :func:`replay` takes for them."""
+    return 1 if path == "mask" else sum(len(segments(rollout)) for rollout in rollouts)
+
+
+def _masked(model: PreTrainedModel, packed: Pack, kv_dtype: torch.dtype | None) -> torch.Tensor:
+    cache = None if kv_dtype is None else _RoundedCache(kv_dtype)
+    with _attending(model):
+        return forward(
+            model,
+            packed.tokens[None],
+            packed.positions[None],
+            _masks(model, packed),
+            cache=cache,
+            last=packed.query_rows,
+        )[0]
+
+
+def _masks(model: PreTrainedModel, packed: Pack) -> dict[str, Any]:
+    windows = {FULL: 0, SLIDING: window_of(model)}
+    kinds = [FULL, SLIDING] if windows[SLIDING] else [FULL]
+    if _attention(model) == FLEX:
+        return {kind: packed.block_mask(windows[kind], FLEX_TILE) for kind in kinds}
+    return {kind: _dense(model, packed.dense(windows[kind])) for kind in kinds}
+
+
+def _segmented(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    plan: Sequence[Segment],
+    kv_dtype: torch.dtype | None,
+    *,
+    detach: bool,
+) -> torch.Tensor:
+    """Logits ``[samples, vocab_size]``."""
+    tokens = torch.tensor(rollout.tokens, device=model.device)
+    queries = torch.tensor([sample.query_row for sample in rollout.samples], device=model.device)
+    held = _Held()
+    found, order = [], []
+    for segment in plan:
+        held.keep((*segment.view_rows, *segment.archived_rows), detach=detach)
+        cache = held.cache(len(segment.view_rows), kv_dtype)
+        rows = torch.arange(segment.first_row, segment.end_row, device=model.device)
+        here = ((queries >= segment.first_row) & (queries < segment.end_row)).nonzero()[:, 0]
+        logits = forward(
+            model,
+            tokens[rows][None],
+            rows[None],
+            _segment_masks(model, segment, rows),
+            cache=cache,
+            last=queries[here] - segment.first_row,
+        )[0]
+        held.add(segment, cache)
+        found.append(logits)
+        order.append(here)
+    return torch.cat(found)[torch.cat(order).argsort()]
+
+
+def _segment_masks(model: PreTrainedModel, segment: Segment, rows: torch.Tensor) -> Mapping[str, Any]:
+    """``[1, 1, rows, in view + rows]``: everything in view, and what of the segment is not later."""
+    keys = torch.cat([torch.tensor(segment.view_rows, dtype=rows.dtype, device=rows.device), rows])
+    seen = keys[None] <= rows[:, None]
+    masks = {FULL: _dense(model, seen)}
+    window = window_of(model)
+    if window:
+        masks[SLIDING] = _dense(model, seen & (rows[:, None] - keys[None] < window))
+    return masks
+
+
+class _Held:
+    """K/V of the rows that are in view or can come back, layer by layer ``[1, kv heads, rows, head dim]``."""
+
+    def __init__(self) -> None:
+        self._rows: tuple[int, ...] = ()
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, rows: tuple[int, ...], *, detach: bool) -> None:
+        """Those and no others, in this order."""
+        if detach:
+            self._layers = [(keys.detach(), values.detach()) for keys, values in self._layers]
+        if rows != self._rows:
+            place = {row: at for at, row in enumerate(self._rows)}
+            at = torch.tensor([place[row] for row in rows], dtype=torch.int64)
+            self._layers = [
+                (keys.index_select(2, at.to(keys.device)), values.index_select(2, at.to(values.device)))
+                for keys, values in self._layers
+            ]
+            self._rows = rows
+
+    def cache(self, count: int, kv_dtype: torch.dtype | None) -> DynamicCache:
+        """With the first ``count`` rows."""
+        cache = DynamicCache() if kv_dtype is None else _RoundedCache(kv_dtype)
+        for layer, (keys, values) in enumerate(self._layers if count else []):
+            cache.update(keys[:, :, :count], values[:, :, :count], layer)
+        return cache
+
+    def add(self, segment: Segment, cache: DynamicCache) -> None:
+        """The segment's rows were computed into ``cache``, behind those in view."""
+        count = len(segment.view_rows)
+        fresh: Any = [(layer.keys, layer.values) for layer in cache.layers]
+        if self._layers:
+            fresh = [
+                (torch.cat([old[0], new[0][:, :, count:]], 2), torch.cat([old[1], new[1][:, :, count:]], 2))
+                for old, new in zip(self._layers, fresh, strict=True)
+            ]
+        self._layers = fresh
+        self._rows += tuple(range(segment.first_row, segment.end_row))
+
+
+class _RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """Rows attend K/V as rounded as an engine of a narrower memory keeps them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **words: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (states.to(self._dtype).to(states.dtype) for states in (key_states, value_states))
+        updated: tuple[torch.Tensor, torch.Tensor] = super().update(keys, values, *arguments, **words)
+        return updated
+
+
+def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
+    """One row that sees itself: a number that depends on all weights that a pass uses."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    alone = _dense(model, torch.ones(1, 1, dtype=torch.bool, device=model.device))
+    return forward(model, token, token, {FULL: alone, SLIDING: alone}).float().mean()
+
+
+def _attention(model: PreTrainedModel) -> str:
+    return str(model.config._attn_implementation)
+
+
+def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | None) -> None:
+    attention = _attention(model)
+    if attention not in (FLEX, "sdpa", "eager"):
+        raise Unreplayable(
+            f"{attention!r} takes no mask of its caller: load the model with attn_implementation='sdpa', or "
+            f"{FLEX!r} for long rows on a GPU"
+        )
+    if attention == FLEX and path != "mask":
+        raise Unreplayable(f"the {path} replay attends with 'sdpa' or 'eager', not {FLEX!r}")
+    if kv_dtype is not None and model.training and model.is_gradient_checkpointing:
+        raise Unreplayable(
+            "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"
+        )
+
+
+def _dense(model: PreTrainedModel, seen: torch.Tensor) -> torch.Tensor:
+    """bool ``[queries, keys]`` as the model takes it, ``[1, 1, queries, keys]``: eager attention adds it."""
+    if _attention(model) != "eager":
+        return seen[None, None]
+    dtype = model.dtype
+    closed = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return closed.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+
+
+@contextlib.contextmanager
+def _attending(model: PreTrainedModel) -> Iterator[None]:
+    """FlexAttention without its compiler where there is no GPU to compile for."""
+    if _attention(model) != FLEX or model.device.type != "cpu":
+        yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
+        # Of torch's own modules, when the compiler that is not used is imported.
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        yield

@@ -1,0 +1,302 @@
+r"""``Conversation``: where messages end in a stream, what is a turn, and which filler ends a block.
+
+::
+
+    rows   <system ...> <end> \n ░░ │ <user ...> <end> \n ░ │ <assistant> ....... <end> \n ░░░ │ ...
+           protected prefix         │ turn: two messages                                      │ turn
+
+A message ends with an end-of-message id; the separator that the template puts after it and filler belong to
+it.  The first message is the protected prefix.  Every further two messages are a turn, whatever their roles;
+a message that has not ended is in none.
+
+**Finish commit.**  When a message that the model wrote ends, its last token was sampled and not fed: it has
+no K/V.  It is fed together with the separator and filler up to a block border, in one forward pass, *before*
+the stream counts as finished and before any cut.  Left alone, it would be computed with the next message,
+behind a cut, without what it answers.
+
+**Filler** keeps message borders on block borders, so that a cut of whole turns takes whole messages with
+their markers.  It is real: fed, attended, counted as rows.  Which rows are filler is known by their number,
+never by their id, which may stand in a text, too.  A budget bounds it: where it is used up, messages end
+where they end, and cuts leave up to a block less one token of a turn at either end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvcomm.errors import ConfigError
+from kvcomm.streams.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """How a chat template ends messages, in token ids; ``kvcomm.streams.templates`` reads it off one.
+
+    Raises:
+        ConfigError: no id ends a message, or filler or the separator would.
+    """
+
+    ends: frozenset[int]
+    """Ids that end a message."""
+    separator: tuple[int, ...] = ()
+    """What the template puts between an end and the next message."""
+    filler: int | None = None
+    """Id to fill blocks with; ``None`` = messages end where they end."""
+
+    def __post_init__(self) -> None:
+        if not self.ends:
+            raise ConfigError("name the ids that end a message; without them there are no turns")
+        if self.filler in self.ends:
+            raise ConfigError(f"filler {self.filler} ends a message, so each would be one; see filler_id")
+        if self.ends & {*self.separator}:
+            raise ConfigError("a separator follows the end of a message and contains none")
+
+
+def filler_id(
+    vocab_size: int, *, ends: Container[int], pad: int | None = None, used: Container[int] = ()
+) -> int:
+    """An id to fill blocks with: the pad token, else the last id that stands for no text.
+
+    Args:
+        vocab_size: of the model; often more than its tokenizer uses.
+        ends: ids that end a message: many models pad with one of them.
+        pad: the tokenizer's pad token.
+        used: ids that the tokenizer can produce.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if pad is not None and pad not in ends and 0 <= pad < vocab_size:
+        return pad
+    for token in reversed(range(vocab_size)):
+        if token not in used and token not in ends:
+            return token
+    raise ConfigError(
+        f"the pad token is missing or ends messages, and all {vocab_size} ids are in use: name an id that "
+        "never ends a message, or do without filler (filler=None; cuts then leave parts of blocks of a turn)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to feed next, in one forward pass or several."""
+
+    tokens: tuple[int, ...]
+    filler: tuple[int, ...] = ()
+    """Which of them are filler: places in ``tokens``, ascending."""
+
+
+class Conversation:
+    """Of one stream.
+
+    Args:
+        session: new.
+        markup: of the model's chat template.
+        filler_rows_max: filler for the whole stream; ``None`` = as needed, a block less one row a message.
+    """
+
+    def __init__(self, session: Session, markup: Markup, *, filler_rows_max: int | None = None) -> None:
+        self.session, self.markup, self.filler_rows_max = session, markup, filler_rows_max
+        self.filler_rows: list[int] = []
+        """Ascending; those laid out and not fed yet included."""
+        self.message_count = 0
+        """Messages that ended."""
+        self.unfilled_count = 0
+        """Messages that end inside a block, because the budget or ``rows_max`` had no room for filler."""
+        self._scanned = 0
+        self._laid = 0
+        """Rows below it are fed or laid out."""
+        self._border = 0
+        """The row where the last message that ended, ended."""
+        self._turn = 0
+        """The row where the turn under way began."""
+        self._tail: int | None = None
+        """Behind an end: separator tokens seen; ``None`` elsewhere."""
+
+    @property
+    def text_rows(self) -> int:
+        """Rows fed without filler: what a limit on the text's length counts.  The model's own limit counts
+        all rows (``Session.rows_max``), for filler has positions, too."""
+        return self.session.next_row - self._filler_count(self.session.next_row)
+
+    @property
+    def in_message(self) -> bool:
+        """Whether a message has begun and not ended."""
+        return self._scanned > self._border
+
+    # -- what to feed
+
+    def admit(self, messages: Sequence[Sequence[int]], generation_prefix: Sequence[int] = ()) -> Chunk:
+        """Messages that others wrote, each with its end and separator, and then what makes the model answer.
+
+        Filler goes behind each message's separator, so that the next one begins a block, and never behind
+        ``generation_prefix``: the last that the model reads before it writes is what it was trained on.  The
+        first message of a stream is protected from now on, lest a window cut it while it is fed in parts.
+
+        Raises:
+            ValueError: a message does not end, or more than once; the message before has not ended; or what
+                was laid out before is not fed yet.
+        """
+        self._require_read()
+        if self.in_message or self.session.pending is not None:
+            raise ValueError("the message before has not ended: feed finish(end=...) first")
+        for message in messages:
+            self._require_message(message)
+        tokens: list[int] = []
+        filler: list[int] = []
+        unfed = sum(map(len, messages)) + len(generation_prefix)
+        for place, message in enumerate(messages):
+            tokens += message
+            unfed -= len(message)
+            count = self._lay_filler(len(tokens), unfed)
+            filler += range(len(tokens), len(tokens) + count)
+            tokens += self._filler(count)
+            if not self.message_count and not place:
+                self.session.protect(self.session.slot_count + len(tokens))
+        tokens += generation_prefix
+        self._laid = self.session.next_row + len(tokens)
+        return Chunk(tuple(tokens), tuple(filler))
+
+    def finish(self, end: int | None = None) -> Chunk:
+        """What completes the message that the model wrote: feed it in one pass, then report it finished.
+
+        First its last sampled token.  Then, if that ends the message, or ``end`` does, the separator; then
+        filler.  No tokens if all have K/V and end a block; fewer if ``rows_max`` leaves no room for all.
+
+        Args:
+            end: the id that ends a message which a limit on new tokens cut short, or that has no tokens.
+                Without it such a message goes on, or is no turn.
+
+        Raises:
+            ValueError: ``end`` ends no message; or what was laid out before is not fed yet.
+        """
+        self._require_read()
+        if end is not None and end not in self.markup.ends:
+            raise ValueError(f"token {end} ends no message")
+        session = self.session
+        tokens = [] if session.pending is None else [session.pending]
+        ended = session.pending in self.markup.ends
+        if end is not None and not ended and (tokens or self.in_message):
+            tokens.append(end)
+            ended = True
+        if ended:
+            tokens += self.markup.separator
+        tokens = tokens[: session.rows_max - session.next_row]
+        count = self._lay_filler(len(tokens), 0)
+        self._laid = session.next_row + len(tokens) + count
+        places = tuple(range(len(tokens), len(tokens) + count))
+        return Chunk((*tokens, *self._filler(count)), places)
+
+    def withdraw(self) -> None:
+        """What was laid out and not fed will not be: its forward pass failed for good."""
+        del self.filler_rows[self._filler_count(self.session.next_row) :]
+        self._laid = self.session.next_row
+
+    # -- what was fed
+
+    def scan(self) -> int:
+        """Read the rows that were committed since the last scan and note messages, prefix and turns: after
+        every commit, before the next event.  Its cost is that of the new rows.
+
+        Returns how many messages ended.
+
+        Raises:
+            ValueError: rows were cut before they were read, or another token was fed than the filler that was
+                laid out.
+        """
+        session, first = self.session, self._scanned
+        before, count = self.message_count, session.next_row - first
+        behind = session.slot_count - count
+        """Slot of row ``first``."""
+        if behind < 0 or (count and session.view.rows[behind] != first):
+            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
+        for slot in range(behind, session.slot_count):
+            row = first + slot - behind
+            self._read(session.tokens[row], row, slot, self._is_filler(row))
+        self._scanned = session.next_row
+        if self._tail is not None and self._scanned >= self._laid:
+            self._end_message(self._scanned, session.slot_count)
+        return self.message_count - before
+
+    def _read(self, token: int, row: int, slot: int, is_filler: bool) -> None:
+        if is_filler:
+            if token != self.markup.filler:
+                raise ValueError(
+                    f"row {row} was laid out as filler and is token {token}: feed chunks as given"
+                )
+            return
+        if self._tail is not None:
+            if self._tail < len(self.markup.separator) and token == self.markup.separator[self._tail]:
+                self._tail += 1
+                return
+            self._end_message(row, slot)
+        if token in self.markup.ends:
+            self._tail = 0
+
+    def _end_message(self, row: int, slot: int) -> None:
+        """One ended right before ``row``, which stands or will stand in ``slot``."""
+        self._tail, self._border = None, row
+        self.message_count += 1
+        if self.message_count == 1:
+            self.session.protect(slot)
+        if self.message_count % 2:
+            if self.message_count > 1:
+                self._end_turn(slot)
+            self._turn = row
+
+    def _end_turn(self, end: int) -> None:
+        """From the oldest row of it that is still in view; a window may have cut some."""
+        rows, start = self.session.view.rows, end
+        while start and rows[start - 1] >= self._turn:
+            start -= 1
+        if start < end:
+            self.session.end_turn(start, end)
+
+    # -- inside
+
+    def _lay_filler(self, fed: int, unfed: int) -> int:
+        """Filler rows behind the first ``fed`` tokens of a chunk, before ``unfed`` more; they are noted."""
+        session = self.session
+        count = -(session.slot_count + fed) % session.block_tokens
+        if self.markup.filler is None or not count:
+            return 0
+        budget = self.filler_rows_max
+        over_budget = budget is not None and len(self.filler_rows) + count > budget
+        row = session.next_row + fed
+        if over_budget or row + count + unfed > session.rows_max:
+            self.unfilled_count += 1
+            return 0
+        self.filler_rows += range(row, row + count)
+        return count
+
+    def _filler(self, count: int) -> list[int]:
+        return [] if self.markup.filler is None else [self.markup.filler] * count
+
+    def _is_filler(self, row: int) -> bool:
+        at = self._filler_count(row)
+        return at < len(self.filler_rows) and self.filler_rows[at] == row
+
+    def _filler_count(self, row: int) -> int:
+        """Filler rows before ``row``."""
+        return bisect_left(self.filler_rows, row)
+
+    def _require_read(self) -> None:
+        if self._scanned != self.session.next_row:
+            raise ValueError("rows were committed and not read: scan after every commit")
+        if self._scanned < self._laid:
+            raise ValueError(
+                f"{self._laid - self._scanned} rows were laid out and are not fed: feed or withdraw"
+            )
+
+    def _require_message(self, message: Sequence[int]) -> None:
+        ends, separator = self.markup.ends, self.markup.separator
+        body = len(message) - len(separator)
+        if body < 1 or message[body - 1] not in ends or tuple(message[body:]) != separator:
+            raise ValueError(
+                "a message ends with an end-of-message id and the separator; this one ends with "
+                f"{list(message[-len(separator) - 1 :])}"
+            )
+        if any(token in ends for token in message[: body - 1]):
+            raise ValueError("a message has one end; this one's text contains the id of another: escape it")
