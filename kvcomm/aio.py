@@ -26,6 +26,15 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.streams.archive import Archive, PutAway, SpanLost
+from kvcomm.streams.context import StreamContext
+from kvcomm.streams.counts import StreamCounts
+from kvcomm.streams.engine import Engine
+from kvcomm.streams.events import Event, SpanId
+from kvcomm.streams.pool import BlockId
+from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.session import Session
+from kvcomm.streams.sharing import Missing, Shared, Sharing
 from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
@@ -101,6 +110,14 @@ class AsyncClient:
         )
         return await self.run(steps, deadline_s)
 
+    def bind(self, namespace: Namespace) -> Namespace:
+        """See ``Client.bind``."""
+        return self._operations.bind(namespace)
+
+    def archive(self, engine: Engine, *, bytes_max: int) -> AsyncSpanArchive:
+        """See ``Client.archive``."""
+        return AsyncSpanArchive(self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max))
+
     def agent(self, name: str, namespace: Namespace | None = None) -> AsyncAgent:
         """See ``Client.agent``."""
         return AsyncAgent(self, self._operations, name, namespace)
@@ -149,6 +166,10 @@ class AsyncClient:
         """See ``Client.metrics``."""
         return self._counted()
 
+    def stream_counts(self) -> StreamCounts:
+        """See ``Client.stream_counts``."""
+        return StreamCounts(self._operations.metrics)
+
     def pools(self) -> Sequence[PoolView]:
         """See ``Client.pools``."""
         return self._pools()
@@ -194,6 +215,14 @@ class AsyncAgent:
         """Another agent's context, to follow."""
         return AsyncContext(self._client, self._operations, agent, session, self.namespace)
 
+    def stream(self, name: str) -> AsyncStream:
+        """This agent's stream ``name``, to publish and to take over."""
+        return self.stream_of(self.name, name)
+
+    def stream_of(self, agent: str, name: str) -> AsyncStream:
+        """Another agent's stream."""
+        return AsyncStream(self._client, Sharing(self._operations), agent, name)
+
 
 @dataclass(frozen=True, slots=True)
 class AsyncContext:
@@ -219,6 +248,77 @@ class AsyncContext:
     async def fetch(self, *, deadline_s: float = DEADLINE_S) -> Hit:
         """See ``Context.fetch``."""
         return await self._client.run(self._operations.follow_head(self.agent, self.session), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncStream:
+    """See ``kvcomm.client.Stream``."""
+
+    _client: AsyncClient
+    _sharing: Sharing
+    agent: str
+    name: str
+
+    async def publish(
+        self,
+        session: Session,
+        engine: Engine,
+        *,
+        policy: str = "",
+        recorder: Recorder | None = None,
+        replaces: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> Shared:
+        """Let others take ``session`` over as it is now.  See ``Sharing.publish``."""
+        steps = self._sharing.publish(
+            session, engine, self.agent, self.name, policy=policy, recorder=recorder, replaces=replaces
+        )
+        return await self._client.run(steps, deadline_s)
+
+    async def adopt(
+        self,
+        engine: Engine,
+        *,
+        journal: Callable[[Event], None] = lambda event: None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Session | Missing:
+        """Go on where it is, exactly.  See ``Sharing.adopt``."""
+        steps = self._sharing.adopt(engine, self.agent, self.name, journal=journal)
+        return await self._client.run(steps, deadline_s)
+
+    async def context(self, *, deadline_s: float = DEADLINE_S) -> StreamContext:
+        """What was published last.  See ``Sharing.head``."""
+        return await self._client.run(self._sharing.head(self.agent, self.name), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncSpanArchive:
+    """See ``kvcomm.streams.archive.Archive``."""
+
+    _client: AsyncClient
+    _archive: Archive
+
+    async def put_away(self, session: Session, span: SpanId, *, deadline_s: float = DEADLINE_S) -> PutAway:
+        """See ``Archive.put_away``."""
+        return await self._client.run(self._archive.put_away(session, span), deadline_s)
+
+    async def settle(self, sessions: Sequence[Session], *, deadline_s: float = DEADLINE_S) -> list[PutAway]:
+        """See ``Archive.settle``."""
+        return await self._client.run(self._archive.settle(sessions), deadline_s)
+
+    async def bring_back(
+        self,
+        session: Session,
+        span: SpanId,
+        insert_at: int | None = None,
+        *,
+        room: Sequence[BlockId] = (),
+        deadline_s: float = DEADLINE_S,
+    ) -> Event | SpanLost:
+        """See ``Archive.bring_back``."""
+        return await self._client.run(
+            self._archive.bring_back(session, span, insert_at, room=room), deadline_s
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,15 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
+from kvcomm.streams.archive import Archive, PutAway, SpanLost
+from kvcomm.streams.context import StreamContext
+from kvcomm.streams.counts import StreamCounts
+from kvcomm.streams.engine import Engine
+from kvcomm.streams.events import Event, SpanId
+from kvcomm.streams.pool import BlockId
+from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.session import Session
+from kvcomm.streams.sharing import Missing, Shared, Sharing
 from kvcomm.strongplane import StrongValue
 from kvcomm.tier import Block, PoolView
 from kvcomm.wire.messages import Dots
@@ -97,6 +106,14 @@ class Client:
         )
         return self.run(steps, deadline_s)
 
+    def bind(self, namespace: Namespace) -> Namespace:
+        """``namespace`` under this client's tenant: what an engine is built with whose streams are shared."""
+        return self._operations.bind(namespace)
+
+    def archive(self, engine: Engine, *, bytes_max: int) -> SpanArchive:
+        """Where the archived spans of ``engine``'s sessions go, and come back from; see ``Archive``."""
+        return SpanArchive(self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max))
+
     def agent(self, name: str, namespace: Namespace | None = None) -> Agent:
         """The agent ``name``; ``namespace`` is the default of its contexts."""
         return Agent(self, self._operations, name, namespace)
@@ -150,6 +167,10 @@ class Client:
         """Every metric of this client by its name in Prometheus (docs/metrics.md)."""
         return self._counted()
 
+    def stream_counts(self) -> StreamCounts:
+        """Counts of an engine's streams, in :meth:`metrics`; hand it to the engine."""
+        return StreamCounts(self._operations.metrics)
+
     def pools(self) -> Sequence[PoolView]:
         """How each pool of the rack is read, through which transport, and why not through another."""
         return self._pools()
@@ -195,6 +216,14 @@ class Agent:
         """Another agent's context, to follow."""
         return Context(self._client, self._operations, agent, session, self.namespace)
 
+    def stream(self, name: str) -> Stream:
+        """This agent's stream ``name``, to publish and to take over."""
+        return self.stream_of(self.name, name)
+
+    def stream_of(self, agent: str, name: str) -> Stream:
+        """Another agent's stream."""
+        return Stream(self._client, Sharing(self._operations), agent, name)
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -221,6 +250,77 @@ class Context:
     def fetch(self, *, deadline_s: float = DEADLINE_S) -> Hit:
         """The blocks that the head names, as far as they can be had."""
         return self._client.run(self._operations.follow_head(self.agent, self.session), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A rollout under an agent's name, compacted or not, that others may take over; see
+    ``kvcomm.streams.sharing``."""
+
+    _client: Client
+    _sharing: Sharing
+    agent: str
+    name: str
+
+    def publish(
+        self,
+        session: Session,
+        engine: Engine,
+        *,
+        policy: str = "",
+        recorder: Recorder | None = None,
+        replaces: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> Shared:
+        """Let others take ``session`` over as it is now.  See ``Sharing.publish``."""
+        steps = self._sharing.publish(
+            session, engine, self.agent, self.name, policy=policy, recorder=recorder, replaces=replaces
+        )
+        return self._client.run(steps, deadline_s)
+
+    def adopt(
+        self,
+        engine: Engine,
+        *,
+        journal: Callable[[Event], None] = lambda event: None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Session | Missing:
+        """Go on where it is, exactly.  See ``Sharing.adopt``."""
+        steps = self._sharing.adopt(engine, self.agent, self.name, journal=journal)
+        return self._client.run(steps, deadline_s)
+
+    def context(self, *, deadline_s: float = DEADLINE_S) -> StreamContext:
+        """What was published last.  See ``Sharing.head``."""
+        return self._client.run(self._sharing.head(self.agent, self.name), deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanArchive:
+    """See ``kvcomm.streams.archive.Archive``."""
+
+    _client: Client
+    _archive: Archive
+
+    def put_away(self, session: Session, span: SpanId, *, deadline_s: float = DEADLINE_S) -> PutAway:
+        """See ``Archive.put_away``."""
+        return self._client.run(self._archive.put_away(session, span), deadline_s)
+
+    def settle(self, sessions: Sequence[Session], *, deadline_s: float = DEADLINE_S) -> list[PutAway]:
+        """See ``Archive.settle``."""
+        return self._client.run(self._archive.settle(sessions), deadline_s)
+
+    def bring_back(
+        self,
+        session: Session,
+        span: SpanId,
+        insert_at: int | None = None,
+        *,
+        room: Sequence[BlockId] = (),
+        deadline_s: float = DEADLINE_S,
+    ) -> Event | SpanLost:
+        """See ``Archive.bring_back``."""
+        steps = self._archive.bring_back(session, span, insert_at, room=room)
+        return self._client.run(steps, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

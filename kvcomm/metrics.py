@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
 from kvcomm.config import TRANSPORTS
+from kvcomm.streams.events import KINDS
 from kvcomm.tier import PoolState, PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
@@ -224,6 +225,7 @@ _DISK_EVENTS = ("written", "read", "promoted", "evicted", "dropped", "damaged", 
 _DATABASES = ("records", "strong")
 _GRANTS = ("granted", "present", "pending", "full", "too_large", "refused")
 _RECORD_OPERATIONS = ("get", "put", "scan")
+_STREAM_ROWS = ("fed", "evicted", "kept", "restored", "reprefilled")
 _OPERATIONS = (
     "fetch", "publish", "record_get", "record_put", "record_scan", "strong_read", "strong_change",
 )  # fmt: skip
@@ -340,6 +342,34 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_operation_seconds", "histogram", _CLIENT,
         "Time of whole operations, as the caller waited for them.",
         {"operation": _OPERATIONS},
+    ),
+    # streams: compacted rollouts, counted where ``Client.stream_counts()`` is handed to an engine
+    Definition(
+        "kvcomm_streams_events_total", "counter", _CLIENT,
+        "Changes of a view, by kind; `evict` are the cuts.", {"kind": KINDS},
+    ),
+    Definition(
+        "kvcomm_streams_rows_total", "counter", _CLIENT,
+        "Rows (tokens) of streams. `fed`: computed. `evicted`: cut out of a view. `kept`: in view after a "
+        "cut, and not computed again; a re-prefill at each cut would have computed them. `restored`: brought "
+        "back. `reprefilled`: of those fed, text whose K/V was lost, or dropped to compute it anew.",
+        {"what": _STREAM_ROWS},
+    ),
+    Definition(
+        "kvcomm_streams_live_slots", "gauge", _CLIENT,
+        "Rows in view of the streams of the last forward pass, together. What compaction bounds: growing "
+        "with every turn means that nothing is cut.",
+    ),
+    Definition(
+        "kvcomm_streams_archive_bytes", "gauge", _CLIENT,
+        "K/V of archived spans in the engine's memory.",
+    ),
+    Definition(
+        "kvcomm_streams_mismatch_kl", "gauge", _CLIENT,
+        "Of a trainer's last replay: KL between the engine's and the trainer's distribution, in nats a "
+        "sampled token, on average and of the worst token. Above 0.001 on average in bfloat16, or 1e-9 in "
+        "float32: the replay does not see what the engine saw, or has other weights.",
+        {"over": ("mean", "worst")},
     ),
     # strong records
     Definition(

@@ -31,6 +31,7 @@ from kvcomm.errors import (
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
 from kvcomm.mergeplane import MergePlane
+from kvcomm.metrics import Metrics
 from kvcomm.namespace import Namespace, NamespaceId, TenantDigest
 from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
@@ -110,9 +111,14 @@ class Operations:
         self._strong = strong
         self._leases = leases
         self._tenant = tenant
-        self._producer = producer
+        self.producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
         """Namespaces bound lately, by the id the caller's object has: binding hashes the whole identity."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of this client."""
+        return self._tally.metrics
 
     def fetch(
         self,
@@ -348,7 +354,7 @@ class Operations:
                 parent,
                 payload,
                 logical_start=starts[at],
-                producer=self._producer,
+                producer=self.producer,
                 lineage=lineage,
             )
             return BlockCopy(header, payload)

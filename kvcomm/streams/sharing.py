@@ -27,17 +27,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain as chained
 
-from kvcomm.block import Incarnation, header_for
+from kvcomm.block import header_for
 from kvcomm.errors import Conflict, NamespaceError, Refused, Unavailable
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
 from kvcomm.stateplane import record_name
 from kvcomm.steps import Steps
-from kvcomm.streams.chain import ChainBlock
+from kvcomm.streams.chain import Chain, ChainBlock
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.engine import Engine
-from kvcomm.streams.events import Event
+from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.pool import BlockId, BlockPool
+from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Archived, Session
 from kvcomm.tier import Block, BlockCopy
 
@@ -73,8 +74,8 @@ class Missing:
 class Sharing:
     """What one client does with engines' streams."""
 
-    def __init__(self, operations: Operations, producer: Incarnation) -> None:
-        self._operations, self._producer = operations, producer
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
     def publish(
         self,
@@ -84,13 +85,14 @@ class Sharing:
         name: str,
         *,
         policy: str = "",
-        filler_rows: Sequence[int] = (),
-        repeated_rows: Sequence[int] = (),
+        recorder: Recorder | None = None,
         replaces: bool = False,
     ) -> Steps[Shared]:
         """Let others take the session over as it is now.
 
         Args:
+            policy: name of what decides the cuts.
+            recorder: of the session; knows which rows are nobody's text.
             replaces: put it over a head that went another way, which is forgotten.
 
         Raises:
@@ -102,10 +104,10 @@ class Sharing:
         namespace = self.require_bound(engine)
         context = StreamContext.of(
             session,
-            producer=self._producer,
+            producer=self._operations.producer,
             policy=policy,
-            filler_rows=filler_rows,
-            repeated_rows=repeated_rows,
+            filler_rows=recorder.filler_rows if recorder else (),
+            repeated_rows=recorder.repeated_rows if recorder else (),
         )
         value = context.encode()
         chain = context.verify(namespace)
@@ -180,7 +182,7 @@ class Sharing:
                 known.parent,
                 payload,
                 logical_start=known.rows[0],
-                producer=self._producer,
+                producer=self._operations.producer,
                 lineage=known.lineage,
             )
             return BlockCopy(replace(header, token_count=len(known.rows)), payload)
@@ -190,12 +192,21 @@ class Sharing:
             return (yield from self._operations.publish_copies(namespace, keys, build))
 
     def get(
-        self, engine: Engine, full: Sequence[ChainBlock], tail: ChainBlock | None = None
+        self,
+        engine: Engine,
+        full: Sequence[ChainBlock],
+        tail: ChainBlock | None = None,
+        *,
+        room: Sequence[BlockId] | None = None,
     ) -> Steps[list[BlockId] | Lost]:
         """Blocks of the engine that hold these, held once each and named; or those that cannot be had.
 
         Room is taken for all before any is fetched, and given back if one is missing: nobody waits for room
         while holding some.
+
+        Args:
+            room: blocks taken for this before (``kvcomm.streams.admission``), handed over, as many as all of
+                these; what is not needed is given back.
 
         Raises:
             PoolFull: there is no room; nothing was taken.
@@ -207,7 +218,12 @@ class Sharing:
         held = [block for block in found if block is not None]
         pool.hold(held)
         try:
-            taken = pool.take(len(wanted))
+            if room is None:
+                taken = pool.take(len(wanted))
+            else:
+                assert len(room) >= len(wanted), "as many as all of them"
+                taken = list(room[: len(wanted)])
+                pool.release(room[len(wanted) :])
             held += taken
             fetched = yield from self._fetch(engine.namespace, wanted)
             if not isinstance(fetched, Lost):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcomm.errors import ConfigError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], Sequence[int]]
 """``render(messages, add_generation_prompt)`` -> token ids."""
 

@@ -116,10 +116,13 @@ def test_a_delete_is_final_for_who_saw_the_value() -> None:
     assert story.promises({1: "a", 2: None}, 2) == ["came back"]
 
 
-def test_an_own_write_that_no_context_covers_may_go_and_may_stay() -> None:
+def test_an_own_write_that_no_context_covers_goes_where_write_quorums_meet_and_may_stay_elsewhere() -> None:
     story = Story().put("a", 1, covers=False, own=True).put("b", 2, covers=False)
     assert story.promises({2: "b"}, 2) == []
-    assert story.promises({1: "a", 2: "b"}, 2) == []
+    assert story.promises({1: "a", 2: "b"}, 2) == ["came back"]
+    assert story.promises({1: "a", 2: "b"}, 2, intact=False) == []
+    apart = Plan(seed=0, read_quorum=3, write_quorum=1)
+    assert story.promises({1: "a", 2: "b"}, 2, plan=apart) == []
 
 
 def test_quorums_meet_unless_degraded_or_replicas_were_lost() -> None:

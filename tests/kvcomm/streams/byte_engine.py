@@ -37,10 +37,9 @@ class ByteEngine:
             size, seen = session.block_tokens, b""
             for index, token in enumerate(feed.tokens):
                 slot, row = feed.first_slot + index, feed.first_row + index
-                seen = hashlib.sha256(self._seen(feed.blocks, slot) + b"%d %d" % (token, row)).digest()
+                seen = self.computed(feed.blocks, slot, token, row)
                 place = self.memory[feed.blocks[slot // size]][:, :, :, slot % size]
-                data = hashlib.shake_256(seen).digest(place.size)
-                place[...] = np.frombuffer(data, np.uint8).reshape(place.shape)
+                place[...] = np.frombuffer(seen, np.uint8).reshape(place.shape)
             session.commit(feed)
             self.fed_rows += len(feed.tokens)
             answers.append(int.from_bytes(seen[:4], "little") % self.namespace.vocab_size)
@@ -71,8 +70,9 @@ class ByteEngine:
             tokens.append(token)
         return tokens
 
-    def _seen(self, blocks: Sequence[BlockId], slots: int) -> bytes:
-        """K/V before ``slots``, by bytes, in an order of its own: that of slots means nothing."""
+    def computed(self, blocks: Sequence[BlockId], slot: int, token: int, row: int) -> bytes:
+        """K/V of a row over what stands before ``slot``, whose order means nothing."""
         size = self.namespace.block_tokens
-        rows = [self.memory[blocks[at // size]][:, :, :, at % size].tobytes() for at in range(slots)]
-        return b"".join(sorted(rows))
+        rows = [self.memory[blocks[at // size]][:, :, :, at % size].tobytes() for at in range(slot)]
+        digest = hashlib.shake_256(b"".join(sorted(rows)) + b"%d %d" % (token, row))
+        return digest.digest(self.namespace.block_bytes // size)

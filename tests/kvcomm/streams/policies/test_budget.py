@@ -35,7 +35,7 @@ def test_a_budget_that_contradicts_itself_says_why(settings: dict[str, int], why
 
 
 def test_the_constraints_of_the_public_implementation_are_checked():
-    """Its list: stride in whole blocks, window larger than stride; the first needs the engine's block size."""
+    """Its list: stride in whole blocks, window larger than stride.  The first needs the engine's blocks."""
     with pytest.raises(ConfigError, match="stride 500 is not in whole blocks of 16 tokens"):
         Budget(4096, 500).check(16)
     Budget(4096, 512).check(16)

@@ -100,7 +100,8 @@ def test_blocks_travel_from_one_process_to_another(process, directory, name, poo
     assert stored == 24, "all blocks fit, so each is stored once"
     assert counts["wrong"] == counts["corrupt"] == 0
     assert counts["hits"] == 3000
-    assert 0 < counts["verified"] <= 24, "once a process and generation"
+    once = counts["verified"] - counts["unpinned"]
+    assert 0 < once <= 24, "once a process and generation; a copy that found no pin each time"
 
 
 def test_no_wrong_byte_while_slots_are_reused(process, directory, name, pool_gpu):

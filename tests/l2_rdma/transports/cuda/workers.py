@@ -155,7 +155,7 @@ def read(address: str, name: str, directory: Path, wanted: int, seconds: float, 
     counters = reader.counters
     say(
         reads=done, hits=hits, wrong=wrong, corrupt=counters.corrupt, retries=counters.retries, alive=alive,
-        verified=counters.payloads_verified, kept=kept,
+        verified=counters.payloads_verified, unpinned=counters.unpinned_copies, kept=kept,
     )  # fmt: skip
     attached.close()
 
