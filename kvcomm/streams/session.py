@@ -223,9 +223,9 @@ class Session:
         if count is not None and count != len(tokens):
             raise ValueError(f"{count} of {len(feed.tokens)} planned tokens")
         self._end_plan(feed)
-        place = feed.first_slot // self.block_tokens
-        kept = -(-(feed.first_slot + len(tokens)) // self.block_tokens) - len(self.table)
-        keys = self.next_keys(tokens)
+        place, end = feed.first_slot // self.block_tokens, feed.first_slot + len(tokens)
+        kept = -(-end // self.block_tokens) - len(self.table)
+        keys = self.next_keys(tokens) if end // self.block_tokens > place else []
         self._grow(feed.taken[:kept], tokens)
         self.pool.release(feed.taken[kept:])
         for block, key in zip(self.table[place:], keys, strict=False):
