@@ -25,13 +25,21 @@ class Recorder:
         session: may hold rows already, of a context that was adopted: nobody samples those again.
         name: of the rollout.
         counts: is told of repeated rows, if given.
+        filler_rows, repeated_rows: of those that the session holds, as its context says.
     """
 
-    def __init__(self, session: Session, name: str, counts: StreamCounts | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        counts: StreamCounts | None = None,
+        *,
+        filler_rows: Iterable[int] = (),
+        repeated_rows: Iterable[int] = (),
+    ) -> None:
         self.session, self.name, self.counts = session, name, counts
         self.samples: list[Sample] = []
-        self.filler_rows: list[int] = []
-        self.repeated_rows: list[int] = []
+        self.filler_rows, self.repeated_rows = [*filler_rows], [*repeated_rows]
 
     def sampled(self, token: int, logprob: float, sampling: Sampling, loss: bool = True) -> Sample:
         """``token`` was drawn from what the last row predicts; tells the session, too.
@@ -100,15 +108,19 @@ class Recorder:
             loss: whether a trainer learns from the shared samples in the child's rollout, too.  False where
                 the parent's is trained on as well: else they would count once a child.
         """
-        child = Recorder(session, name, self.counts)
         rows = session.next_row + (session.pending is not None)
+        child = Recorder(
+            session,
+            name,
+            self.counts,
+            filler_rows=(row for row in self.filler_rows if row < rows),
+            repeated_rows=(row for row in self.repeated_rows if row < rows),
+        )
         child.samples = [
             Sample(each.query_row, each.token, each.logprob, each.sampling, each.loss and loss)
             for each in self.samples
             if each.query_row + 1 < rows
         ]
-        child.filler_rows = [row for row in self.filler_rows if row < rows]
-        child.repeated_rows = [row for row in self.repeated_rows if row < rows]
         return child
 
     def rollout(self) -> Rollout:
