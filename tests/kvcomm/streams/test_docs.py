@@ -12,6 +12,7 @@ import pytest
 
 from kvcomm.client import Client
 from kvcomm.rpc import Peers
+from kvcomm.streams.rollout_codec import from_json
 from tests.kvcomm.streams.clusters import Cluster
 from tests.kvcomm.test_client import IDENTITY
 
@@ -23,8 +24,8 @@ TEMPLATE = (
 )
 
 
-def examples() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def client() -> Client:
@@ -42,7 +43,7 @@ def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     names: dict[str, Any] = {"model": stream_model("llama gqa"), "tokenizer": tokenizer, "kv": client()}
-    for example in examples():
+    for example in examples("python"):
         exec(compile(example, str(PAGE), "exec"), names)
     rollout = names["rollout"]
     assert [event.kind for event in rollout.events] == ["evict"] * len(rollout.events)
@@ -54,6 +55,14 @@ def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert metrics['kvcomm_streams_mismatch_kl{over="mean"}'] > 0
     if target := os.environ.get("KVCOMM_DOCS_ROLLOUTS"):  # to write what the page shows of `inspect`
         shutil.copy(tmp_path / "rollouts.kvr", target)
+
+
+def test_the_json_is_a_sound_rollout() -> None:
+    (shown,) = examples("json")
+    rollout = from_json(shown.encode())
+    rollout.visibility()
+    assert rollout.events[0].ranges == ((4, 8),)
+    assert [(each.query_row, each.token) for each in rollout.samples] == [(7, 61), (8, 7), (9, 2)]
 
 
 def test_the_page_names_only_what_there_is() -> None:
