@@ -49,8 +49,8 @@ def inspect(
 
 
 def _read(file: Path, wanted: int | None) -> tuple[dict[int, Timeline], str]:
-    """(rollouts by their place, why the file could not be read to its end).  Behind the ``wanted`` one nothing
-    is read."""
+    """(rollouts by their place, why the file could not be read to its end).  Nothing is read behind the
+    ``wanted`` one."""
     from kvcomm.errors import KVCommError
     from kvcomm.streams.rollout_file import read_records
     from kvcomm.streams.timeline import timeline
