@@ -109,7 +109,6 @@ class Archive:
             if self.memory_bytes(sessions) <= self.bytes_max:
                 break
             done.append((yield from self._put_away(holders, span)))
-        self.engine.counts.archived(self.memory_bytes(sessions))
         return done
 
     def bring_back(

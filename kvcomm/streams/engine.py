@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from kvcomm.block import Buffer
 from kvcomm.namespace import Namespace
-from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Session
@@ -23,11 +22,6 @@ class Engine(Protocol):
     @property
     def namespace(self) -> Namespace:
         """Of the K/V that the model computes."""
-        ...
-
-    @property
-    def counts(self) -> StreamCounts:
-        """Of its sessions' events and rows; those that come from elsewhere are watched when they arrive."""
         ...
 
     @property

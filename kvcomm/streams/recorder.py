@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 
-from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of, text_of
 from kvcomm.streams.session import Session
 
@@ -24,7 +23,6 @@ class Recorder:
     Args:
         session: may hold rows already, of a context that was adopted: nobody samples those again.
         name: of the rollout.
-        counts: is told of repeated rows, if given.
         filler_rows, repeated_rows: of those that the session holds, as its context says.
     """
 
@@ -32,12 +30,11 @@ class Recorder:
         self,
         session: Session,
         name: str,
-        counts: StreamCounts | None = None,
         *,
         filler_rows: Iterable[int] = (),
         repeated_rows: Iterable[int] = (),
     ) -> None:
-        self.session, self.name, self.counts = session, name, counts
+        self.session, self.name = session, name
         self.samples: list[Sample] = []
         self.filler_rows, self.repeated_rows = [*filler_rows], [*repeated_rows]
 
@@ -82,8 +79,6 @@ class Recorder:
             ValueError: as :meth:`filler`.
         """
         self._mark(self.repeated_rows, self._last_rows(row_count))
-        if self.counts is not None:
-            self.counts.reprefilled(row_count)
 
     def text(self) -> tuple[int, ...]:
         """What was fed and sampled so far, fillers and repetitions left out, the pending token included."""
@@ -112,7 +107,6 @@ class Recorder:
         child = Recorder(
             session,
             name,
-            self.counts,
             filler_rows=(row for row in self.filler_rows if row < rows),
             repeated_rows=(row for row in self.repeated_rows if row < rows),
         )

@@ -169,7 +169,6 @@ class Sharing:
             rows_max=engine.rows_max,
             journal=journal,
         )
-        engine.counts.watch(session)
         table = yield from self.get(engine, chain.table, chain.tail)
         if isinstance(table, Lost):
             return Missing(context, table.rows)

@@ -106,7 +106,7 @@ class Stream:
     ) -> None:
         self.session = session or engine.session(journal=journal)
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
-        self.recorder = Recorder(self.session, name, engine.counts)
+        self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
         if markup is not None:
             self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvcomm.block import Buffer
 from kvcomm.namespace import Namespace
-from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Session
@@ -21,7 +20,6 @@ class ByteEngine:
     def __init__(self, namespace: Namespace, block_count: int, rows_max: int = 10_000) -> None:
         self.namespace = namespace
         self.pool = BlockPool(block_count)
-        self.counts = StreamCounts()
         self.rows_max = rows_max
         self.memory = np.full((block_count, *namespace.block_shape), 0xAB, np.float32).view(np.uint8)
         self.memory[:] = 0xAB  # what others left there

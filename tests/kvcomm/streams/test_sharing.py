@@ -474,11 +474,3 @@ def async_client(cluster: Cluster) -> AsyncClient:
         return
 
     return AsyncClient(cluster.operations(), AsyncPeers(IDENTITY), lambda: {}, close)
-
-
-def test_events_of_a_session_that_was_taken_over_are_counted_from_then_on() -> None:
-    cluster, maker, taker = Cluster(), engine(), engine()
-    run(cluster.sharing().publish(compacted(maker), maker, "planner", "main"))
-    adopted(cluster, taker).evict([(4, 8)])
-    seen = taker.counts.metrics.snapshot()
-    assert seen['kvcomm_streams_events_total{kind="evict"}'] == 1
