@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from kvcomm.errors import ConfigError
@@ -149,6 +150,12 @@ class Conversation:
         return Conversation.resumed(
             session, self.markup, filler_rows=filler_rows, filler_rows_max=self.filler_rows_max
         )
+
+    def copy(self) -> Conversation:
+        """As it is now, of the same stream."""
+        other = copy(self)
+        other.filler_rows = self.filler_rows[:]
+        return other
 
     @property
     def text_rows(self) -> int:
