@@ -17,6 +17,7 @@ are done: nothing is computed twice.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -83,7 +84,7 @@ class Stream:
         seed: of the draw.
         archive: keep what is cut, to bring it back.
         filler_rows_max: see ``Conversation``.
-        session: to go on with, of ``engine``; a new one if not given.
+        session: to go on with, of ``engine``, with its turns and prefix; a new one if not given.
         journal: of the new session.
 
     Raises:
@@ -109,7 +110,8 @@ class Stream:
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
         if markup is not None:
-            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+            read = Conversation if session is None else Conversation.resumed
+            self.conversation = read(self.session, markup, filler_rows_max=filler_rows_max)
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
@@ -119,6 +121,49 @@ class Stream:
         """The answer's last row has K/V."""
         self._finishing = self._cut_due = False
         self._generator = torch.Generator().manual_seed(seed)
+        self._engine = engine
+
+    def fork(self, name: str, *, seed: int, loss: bool = False) -> Stream:
+        """Another stream with the same past, whose draw goes another way from here: siblings of one prompt,
+        or the next of several attempts.
+
+        Args:
+            name: of its rollout.
+            seed: of its draw.
+            loss: whether a trainer learns from the samples so far in this rollout, too.
+
+        Raises:
+            ValueError: an answer is under way.
+            PoolFull: no block for a copy of the partial last one.
+        """
+        self._require_no_answer()
+        session = self._engine.fork(self.session, hashlib.sha256(name.encode()).digest())
+        child = Stream(self._engine, name, sampling=self.sampling, seed=seed, session=session)
+        child.compactor = self.compactor.forked(session)
+        child.recorder = self.recorder.fork(session, name, loss=loss)
+        child.conversation = self.conversation and self.conversation.forked(session)
+        child.logits, child.finished, child._cut_due = self.logits, self.finished, self._cut_due
+        return child
+
+    def successor(self, name: str, conversation: Conversation) -> Stream:
+        """The stream that goes on with this one's conversation, moved to the session where it stands now, and
+        with its draw.
+
+        Raises:
+            ValueError: an answer is under way.
+        """
+        self._require_no_answer()
+        policy, archive = self.compactor.policy, self.compactor.archive
+        other = Stream(
+            self._engine,
+            name,
+            policy=policy,
+            sampling=self.sampling,
+            session=conversation.session,
+            archive=archive,
+        )
+        other.conversation, other._generator = conversation, self._generator
+        return other
 
     def rollout(self) -> Rollout:
         """As it is now."""
@@ -127,6 +172,10 @@ class Stream:
     def close(self) -> None:
         """Let go of all memory; idempotent."""
         self.session.close()
+
+    def _require_no_answer(self) -> None:
+        if self.answer is not None:
+            raise ValueError("an answer is under way: let generate() finish it first")
 
     # -- the parts of a step, for who drives it
 
