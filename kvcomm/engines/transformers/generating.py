@@ -151,6 +151,14 @@ class Stream:
         if self.answer is None:
             self.answer, self.finished = Answer(), False
 
+    def adopt(self, tokens: list[int]) -> list[int]:
+        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+        if self.compactor.query_rows is not None:  # nobody would see what they attend
+            return tokens
+        count = self.session.adopt_prefix(tokens)
+        self._read()
+        return tokens[count:]
+
     def cut(self) -> None:
         """What the last pass made too much goes, before the next one."""
         if self._cut_due:
@@ -202,7 +210,8 @@ def prefill(
     *,
     chunk_rows: int = PREFILL_ROWS,
 ) -> None:
-    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.
+    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
+    has already, of siblings with the same past, is taken up and not computed.
 
     Args:
         chunk_rows: most rows of a stream in one pass.
@@ -220,7 +229,7 @@ def prefill(
         rest: dict[Stream, list[int]] = {}
         for stream, prompt in prompts:
             batch.bring_in(stream)
-            rest[stream] = stream.admit(prompt)
+            rest[stream] = stream.adopt(stream.admit(prompt))
         while rest:
             for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
                 rest[stream] = rest[stream][chunk_rows:]

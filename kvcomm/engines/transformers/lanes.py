@@ -178,9 +178,10 @@ class LaneLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._places[:, None, :, None].expand_as(key_states)
         self.keys, self.values = self._states[0], self._states[1]
-        self.keys.scatter_(2, places, key_states)
-        self.values.scatter_(2, places, value_states)
-        return self.keys, self.values
+        self.keys.scatter_(2, places, key_states.to(self.dtype))
+        self.values.scatter_(2, places, value_states.to(self.dtype))
+        # Where K/V are kept in fewer bits than the model computes in, new rows are read as old ones will be.
+        return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
 
 
 def lane_cache(states: torch.Tensor, places: torch.Tensor, held: int) -> DynamicCache:
