@@ -462,10 +462,23 @@ class Session:
         except BaseException:
             self.pool.release(held)
             raise
-        self.table = [found[place] for place in range(places)]
-        for block, key in zip(self.table, self.swapped, strict=False):
+        self.attach([found[place] for place in range(places)])
+
+    def attach(self, blocks: Sequence[BlockId]) -> None:
+        """Go on over blocks that hold the bytes of the whole table, a partial last one included.
+
+        Args:
+            blocks: held by the caller and handed over; the full ones get the names in ``swapped``.
+
+        Raises:
+            ValueError: the session is not swapped out, or its table has another length.
+        """
+        places = -(-self.slot_count // self.block_tokens)
+        if self.swapped is None or len(blocks) != places:
+            raise ValueError(f"{len(blocks)} blocks for a session that is swapped out with {places}")
+        for block, key in zip(blocks, self.swapped, strict=False):
             self.pool.name(block, key)
-        self.swapped = None
+        self.table, self.swapped = list(blocks), None
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from kvcomm.block import Buffer
 from kvcomm.engines.transformers.attention import Watch, watching
 from kvcomm.engines.transformers.chunk import Chunk
+from kvcomm.engines.transformers.decoding import PagedDecode, decodes_pages
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_types, window_of
 from kvcomm.engines.transformers.identity import namespace_of
 from kvcomm.engines.transformers.lanes import Lanes, lane_cache
@@ -42,9 +44,11 @@ class StreamEngine:
             feed is computed in several.
         lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
         counts: of events and rows, in a client's metrics; its own if not given.
+        decode: how steps of one token each are computed: over the working copies, or over the memory itself
+            (see ``decoding``), which "auto" does on a GPU for models that allow it.
 
     Raises:
-        NotCompactable: rotary frequencies that change with the length, or layers without rows.
+        NotCompactable: see :func:`require_compactable`.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -59,10 +63,11 @@ class StreamEngine:
         chunk_rows: int = 1024,
         lanes_max: int = 32,
         counts: StreamCounts | None = None,
+        decode: Literal["auto", "lanes", "pages"] = "auto",
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
-        require_compactable(model.config.to_dict())
+        require_compactable(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
@@ -77,6 +82,11 @@ class StreamEngine:
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
+        on_gpu = model.device.type == "cuda"
+        pages = decode == "pages" or (decode == "auto" and on_gpu and decodes_pages(model))
+        if pages and not decodes_pages(model):
+            raise ValueError("this model cannot decode over pages; see kvcomm.engines.transformers.decoding")
+        self._decode = PagedDecode(model, self.paged, self.rows_max, record=on_gpu) if pages else None
 
     def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
         session = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
@@ -228,6 +238,12 @@ class StreamEngine:
             for session, feed in planned:
                 count = len(feed.tokens)
                 watch.begin(session, feed.first_slot + count, count, self.paged.states.device)
+        if self._decode is not None and watch is None and max(counts) == last == 1:
+            for session, _ in planned:
+                self.lanes.leave(session)
+            with torch.inference_mode():
+                stepped = self._decode.step(planned)
+            return [logits[None].clone() for logits in stepped]
         with torch.inference_mode():
             lanes = self.lanes.seat([session for session, _ in planned], places)
             by_lane = dict(zip(lanes, planned, strict=True))
