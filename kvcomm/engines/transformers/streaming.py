@@ -83,8 +83,9 @@ class StreamEngine:
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
         on_gpu = model.device.type == "cuda"
-        pages = decode == "pages" or (decode == "auto" and on_gpu and decodes_pages(model))
-        if pages and not decodes_pages(model):
+        able = decodes_pages(model) and self.paged.states.dtype == model.dtype
+        pages = decode == "pages" or (decode == "auto" and on_gpu and able)
+        if pages and not able:
             raise ValueError("this model cannot decode over pages; see kvcomm.engines.transformers.decoding")
         self._decode = PagedDecode(model, self.paged, self.rows_max, record=on_gpu) if pages else None
 

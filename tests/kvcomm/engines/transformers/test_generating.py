@@ -222,11 +222,15 @@ def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
     engine.pool.check()
 
 
-def test_edge_13_swapping_keeps_every_byte():
-    engine = engine_of("llama gqa", 16)
-    session = engine.session()
-    engine.feed([(session, drawn(1, 90))])
-    session.evict([(16, 48)])
+@pytest.mark.parametrize("decode", ["lanes", "pages"])
+def test_edge_13_swapping_keeps_every_byte(decode):
+    engine = engine_of("llama gqa", 16, decode=decode)
+    session, undisturbed = engine.session(), StreamEngine(engine.model, 16, engine.namespace)
+    expected = undisturbed.session()
+    for each, its in ((engine, session), (undisturbed, expected)):
+        each.feed([(its, drawn(1, 90))])
+        its.evict([(16, 48)])
+        each.feed([(its, [7])])
     before = [bytes(engine.payload(block)) for block in session.table]
     twin = engine.fork(session, bytes(32))
     engine.swap_out(session)
@@ -240,7 +244,8 @@ def test_edge_13_swapping_keeps_every_byte():
     assert [bytes(engine.payload(block)) for block in session.table] == before
     with pytest.raises(ValueError, match="no bytes of that session"):
         engine.swap_in(session)
-    engine.feed([(session, [5])])
+    results = [each.feed([(its, [5])])[0] for each, its in ((engine, session), (undisturbed, expected))]
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
     session.check()
 
 
