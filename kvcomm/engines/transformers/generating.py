@@ -84,11 +84,7 @@ class Stream:
             seed: of the draw.
             archive: keep what is cut, to bring it back.
             filler_rows_max: see ``Conversation``.
-    <<<<<<< HEAD
             session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
-    =======
-            session: to go on with, of ``engine``, with its turns and prefix; a new one if not given.
-    >>>>>>> engine
             journal: of the new session.
 
         Raises:
