@@ -254,19 +254,41 @@ class Conversation:
             ValueError: rows were cut before they were read, or another token was fed than the filler that was
                 laid out.
         """
-        session, first = self.session, self._scanned
-        before, count = self.message_count, session.next_row - first
-        behind = session.slot_count - count
-        """Slot of row ``first``."""
-        if behind < 0 or (count and session.view.rows[behind] != first):
-            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
-        for slot in range(behind, session.slot_count):
-            row = first + slot - behind
-            self._read(session.tokens[row], row, slot, self._is_filler(row))
-        self._scanned = session.next_row
-        if self._tail is not None and self._scanned >= self._laid:
-            self._end_message(self._scanned, session.slot_count)
+        before = self.message_count
+        self._scan(self.session.next_row)
         return self.message_count - before
+
+    def repeated(self, row_count: int) -> None:
+        """Instead of :meth:`scan`, when the last ``row_count`` of the new rows repeat archived text: no
+        message begins or ends in them.  Between turns they are one of their own, so that they go in order.
+
+        Raises:
+            ValueError: as :meth:`scan`; or so many rows are not new.
+        """
+        session = self.session
+        end, first = session.next_row, session.next_row - row_count
+        if not self._scanned <= first:
+            raise ValueError(f"{row_count} rows are repeated and {end - self._scanned} are new")
+        self._scan(first)
+        self._scanned = end
+        if self._border == first:
+            self._border = end
+            if self.message_count % 2:
+                self._end_turn(session.slot_count)
+                self._turn = end
+
+    def _scan(self, end: int) -> None:
+        """The rows before ``end``."""
+        session, first = self.session, self._scanned
+        behind = session.slot_count - (session.next_row - first)
+        """Slot of row ``first``."""
+        if behind < 0 or (first < end and session.view.rows[behind] != first):
+            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
+        for row in range(first, end):
+            self._read(session.tokens[row], row, behind + row - first, self._is_filler(row))
+        self._scanned = end
+        if self._tail is not None and self._scanned >= self._laid:
+            self._end_message(end, behind + end - first)
 
     def _read(self, token: int, row: int, slot: int | None, is_filler: bool) -> None:
         if is_filler:
