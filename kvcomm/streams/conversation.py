@@ -60,8 +60,8 @@ def filler_id(
     vocab_size: int,
     *,
     ends: Container[int],
+    used: Container[int],
     pad: int | None = None,
-    used: Container[int] = (),
     spare: Sequence[int] = (),
 ) -> int:
     """An id to fill blocks with: the pad token, else the last id that stands for no text, else a spare one.
@@ -69,8 +69,8 @@ def filler_id(
     Args:
         vocab_size: of the model; often more than its tokenizer uses.
         ends: ids that end a message: many models pad with one of them.
-        pad: the tokenizer's pad token.
         used: ids that the tokenizer can produce.
+        pad: the tokenizer's pad token.
         spare: special tokens that a conversation does without, such as an end of text.
 
     Raises:

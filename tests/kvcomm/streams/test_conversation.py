@@ -477,7 +477,7 @@ def test_markup_that_contradicts_itself_is_refused(settings, why: str):
 
 
 def test_filler_is_the_pad_token_unless_that_ends_messages():
-    assert filler_id(100, pad=3, ends={7}) == 3
+    assert filler_id(100, pad=3, ends={7}, used=range(98)) == 3
     assert filler_id(100, pad=7, ends={7}, used=range(98)) == 99
     assert filler_id(100, ends={99}, used=range(98)) == 98
     assert filler_id(100, pad=100, ends={99}, used=range(98)) == 98, (
