@@ -109,6 +109,7 @@ class StreamContext:
     @staticmethod
     def of(
         session: Session,
+        chain: Chain,
         *,
         producer: Incarnation,
         policy: str = "",
@@ -118,16 +119,13 @@ class StreamContext:
         """What ``session`` is now.
 
         Args:
+            chain: of its tokens and events.
             filler_rows, repeated_rows: as its recorder has them; whoever goes on needs them to tell the
                 stream's text.
-
-        Raises:
-            TokenError, Corrupt: the session contradicts itself.
         """
-        chain = chain_of(session.namespace, session.tokens, session.events)
-        known = [block.key for block in chain.table]
-        mine = [session.pool.key_of(block) for block in session.table[: len(known)]]
-        assert mine == known and len(session.table) == len(chain.blocks), "the table follows from the log"
+        assert len(session.table) == len(chain.blocks), "the table follows from the log"
+        for block, known in zip(session.table, chain.table, strict=False):
+            assert session.pool.key_of(block) == known.key
         archived = {span: tuple(each.keys) for span, each in session.archive.items()}
         return StreamContext(
             session.namespace.id,
