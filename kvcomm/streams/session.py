@@ -272,8 +272,9 @@ class Session:
         return len(found) * size
 
     def sampled(self, token: int) -> None:
-        """``token`` was drawn from what the last row predicts; it is the first of the next feed."""
-        self._require_idle()
+        """``token`` was drawn from what the last row predicts; it is the first of the next feed.  Also while
+        the bytes are elsewhere."""
+        self._require_open()
         if self.pending is not None or not self.next_row:
             raise ValueError("one token is sampled a row, and it is fed before the next")
         (self.pending,) = token_array([token], self.namespace.vocab_size)
@@ -642,10 +643,13 @@ class Session:
         self._planned = None
 
     def _require_idle(self) -> None:
+        if self.swapped is not None and not self.closed:
+            raise Refused("the session's bytes are elsewhere; swap it in first")
+        self._require_open()
+
+    def _require_open(self) -> None:
         if self.closed:
             raise Refused("the session is closed; begin another one")
-        if self.swapped is not None:
-            raise Refused("the session's bytes are elsewhere; swap it in first")
         if self._planned is not None:
             raise ValueError("commit or abandon the feed that is under way first")
 
