@@ -44,7 +44,17 @@ from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
-from kvcomm.streams.events import KINDS, ROOT_DIGEST, Event, Run, SlotRange, SpanId, ViewDigest, row_runs
+from kvcomm.streams.events import (
+    KINDS,
+    ROOT_DIGEST,
+    Event,
+    Run,
+    SlotRange,
+    SpanId,
+    ViewDigest,
+    row_runs,
+    run_rows,
+)
 from kvcomm.streams.session import Session, Turn
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 
@@ -163,6 +173,16 @@ class StreamContext:
         if sys.byteorder == "big":
             values.byteswap()
         return values
+
+    @property
+    def filler_rows(self) -> list[int]:
+        """As ``Recorder`` and ``Conversation`` have them."""
+        return run_rows(self.filler_runs).tolist()
+
+    @property
+    def repeated_rows(self) -> list[int]:
+        """As ``Recorder`` has them."""
+        return run_rows(self.repeated_runs).tolist()
 
     @property
     def view_digest(self) -> ViewDigest:

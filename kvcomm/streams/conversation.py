@@ -115,6 +115,32 @@ class Conversation:
         self._tail: int | None = None
         """Behind an end: separator tokens seen; ``None`` elsewhere."""
 
+    @classmethod
+    def resumed(
+        cls,
+        session: Session,
+        markup: Markup,
+        filler_rows: Sequence[int],
+        *,
+        filler_rows_max: int | None = None,
+    ) -> Conversation:
+        """Of a session that another agent wrote so far: its turns and its protected prefix came with it.
+
+        Args:
+            filler_rows: of the past, ascending.
+
+        Raises:
+            ValueError: one of them is no filler.
+        """
+        resumed = cls(session, markup, filler_rows_max=filler_rows_max)
+        resumed.filler_rows = [*filler_rows]
+        for row, token in enumerate(session.tokens):
+            resumed._read(token, row, None, resumed._is_filler(row))
+        resumed._scanned = resumed._laid = session.next_row
+        if resumed._tail is not None:
+            resumed._end_message(session.next_row, None)
+        return resumed
+
     @property
     def text_rows(self) -> int:
         """Rows fed without filler: what a limit on the text's length counts.  The model's own limit counts
@@ -220,7 +246,7 @@ class Conversation:
             self._end_message(self._scanned, session.slot_count)
         return self.message_count - before
 
-    def _read(self, token: int, row: int, slot: int, is_filler: bool) -> None:
+    def _read(self, token: int, row: int, slot: int | None, is_filler: bool) -> None:
         if is_filler:
             if token != self.markup.filler:
                 raise ValueError(
@@ -235,14 +261,15 @@ class Conversation:
         if token in self.markup.ends:
             self._tail = 0
 
-    def _end_message(self, row: int, slot: int) -> None:
-        """One ended right before ``row``, which stands or will stand in ``slot``."""
+    def _end_message(self, row: int, slot: int | None) -> None:
+        """One ended right before ``row``, which stands or will stand in ``slot``; without one, the session
+        knows."""
         self._tail, self._border = None, row
         self.message_count += 1
-        if self.message_count == 1:
+        if self.message_count == 1 and slot is not None:
             self.session.protect(slot)
         if self.message_count % 2:
-            if self.message_count > 1:
+            if self.message_count > 1 and slot is not None:
                 self._end_turn(slot)
             self._turn = row
 

@@ -144,12 +144,19 @@ class Sharing:
         return head
 
     def adopt(
-        self, engine: Engine, agent: str, name: str, *, journal: Callable[[Event], None] = lambda event: None
+        self,
+        engine: Engine,
+        agent: str,
+        name: str,
+        *,
+        context: StreamContext | None = None,
+        journal: Callable[[Event], None] = lambda event: None,
     ) -> Steps[Session | Missing]:
         """Take a published context over: a session that goes on exactly as its own would, or which rows
         cannot be had.
 
         Args:
+            context: as :meth:`head` gave it; the head of now if not given.
             journal: the new session's; it is given all events of the past first.
 
         Raises:
@@ -160,16 +167,10 @@ class Sharing:
             And what :meth:`head` raises.
         """
         namespace = self.require_bound(engine)
-        context = yield from self.head(agent, name)
+        if context is None:
+            context = yield from self.head(agent, name)
         chain = context.verify(namespace)
-        session = Session.recovered(
-            engine.pool,
-            namespace,
-            context.tokens,
-            context.events,
-            rows_max=engine.rows_max,
-            journal=journal,
-        )
+        session = engine.recovered(context.tokens, context.events, journal=journal)
         table = yield from self.get(engine, chain.table, chain.tail)
         if isinstance(table, Lost):
             return Missing(context, table.rows)

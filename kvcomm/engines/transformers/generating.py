@@ -28,6 +28,7 @@ from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import PoolFull
 from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.context import StreamContext
 from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.policies.full import Full
@@ -84,6 +85,7 @@ class Stream:
         archive: keep what is cut, to bring it back.
         filler_rows_max: see ``Conversation``.
         session: to go on with, of ``engine``; a new one if not given.
+        past: what ``session`` was adopted from.
         journal: of the new session.
 
     Raises:
@@ -102,14 +104,20 @@ class Stream:
         archive: bool = False,
         filler_rows_max: int | None = None,
         session: Session | None = None,
+        past: StreamContext | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
+        filler_rows = past.filler_rows if past else []
+        self.recorder.filler_rows += filler_rows
+        self.recorder.repeated_rows += past.repeated_rows if past else []
         if markup is not None:
-            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+            self.conversation = Conversation.resumed(
+                self.session, markup, filler_rows, filler_rows_max=filler_rows_max
+            )
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
