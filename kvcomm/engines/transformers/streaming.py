@@ -111,6 +111,19 @@ class StreamEngine:
             session.set_weights(version)
         self.weights_version = version
 
+    def recovered(
+        self,
+        tokens: Sequence[int],
+        events: Sequence[Event],
+        *,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Session:
+        session = Session.recovered(
+            self.pool, self.namespace, tokens, events, rows_max=self.rows_max, journal=journal
+        )
+        self.counts.watch(session)
+        return session
+
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
     ) -> list[torch.Tensor]:
