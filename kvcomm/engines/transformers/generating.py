@@ -145,8 +145,8 @@ class Stream:
         at_row: int | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> Stream:
-        """Another stream with the same past, whose blocks it shares and whose draw goes another way from here:
-        siblings of one prompt, or what follows instead of a mistake.
+        """Another stream with the same past, whose blocks it shares, and whose draw goes another way from
+        here: siblings of one prompt, or what follows instead of a mistake.
 
         Args:
             name: of its rollout; its digest stands in the log.
