@@ -495,7 +495,7 @@ def test_a_conversation_goes_on_with_its_turns_and_fillers(message_count: int) -
     context = run(sharing.head("planner", "main"))
     other = run(sharing.adopt(taker, "planner", "main", context=context))
     assert isinstance(other, Session)
-    again = Conversation.resumed(other, markup, context.filler_rows)
+    again = Conversation.resumed(other, markup, filler_rows=context.filler_rows)
     heard = Recorder(other, "r")
     heard.filler_rows, heard.repeated_rows = context.filler_rows, context.repeated_rows
     for engine_of, conversation, notes in ((maker, talk, recorder), (taker, again, heard)):
