@@ -153,7 +153,8 @@ def _segmented(
 ) -> torch.Tensor:
     """Logits ``[samples, vocab_size]``."""
     tokens = torch.tensor(rollout.tokens, device=model.device)
-    queries = torch.tensor([sample.query_row for sample in rollout.samples], device=model.device)
+    asked = [sample.query_row for sample in rollout.samples]
+    queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
     found, order = [], []
     for segment in plan:
@@ -261,10 +262,16 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         )
     if attention == FLEX and path != "mask":
         raise Unreplayable(f"the {path} replay attends with 'sdpa' or 'eager', not {FLEX!r}")
-    if kv_dtype is not None and model.training and model.is_gradient_checkpointing:
+    if kv_dtype is not None and model.training and _checkpoints(model):
         raise Unreplayable(
             "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"
         )
+
+
+def _checkpoints(model: PreTrainedModel) -> bool:
+    """``is_gradient_checkpointing`` has a new name from transformers 5.24 on."""
+    new = "is_activation_checkpointing"
+    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
 
 
 def _mask(seen: torch.Tensor) -> torch.Tensor:
