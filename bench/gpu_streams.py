@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.arms import Arm, Runner, Script, Text, race
 from bench.stream_sections import STREAMS_FILE, Gap, Recorded, tables, to_json
-from bench.streams import Drawing, blocks_for, engine_for, model_name, random_model
+from bench.streams import Decode, Drawing, blocks_for, engine_for, model_name, random_model
 from kvcomm.streams.events import Event
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.view import View
@@ -48,6 +49,9 @@ SHAPE_NAMES = (
 )  # fmt: skip
 REPLAY_S = 110.0
 """Kept for the replays: FlexAttention is compiled first."""
+CHECK_S = 90.0
+SAME_KL = 1e-2
+"""Between two kernels in bf16, of one token; another past gives tenths."""
 LATE_S = 1.4
 """A turn may take so much longer than the one before it."""
 WAY = Sampling()
@@ -56,9 +60,12 @@ WAY = Sampling()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    if options.check:
+        return int(not pages_are_right(options))
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     try:
+        bench.check()
         bench.races()
         bench.replays()
     except Exception:  # what was found until here is worth something, and the exit status tells
@@ -112,6 +119,33 @@ class Kept:
         return whole, logits
 
 
+def pages_are_right(options: argparse.Namespace) -> bool:
+    """Whether steps over pages and over lanes lead to the same distributions: two layers, a cut between."""
+    import torch
+
+    shape = dict(zip(SHAPE_NAMES, SHAPES[options.shape], strict=True)) | {"num_hidden_layers": 2}
+    model = random_model(shape, device=options.device, dtype=options.dtype)
+    text, vocab = Text(2, 512, 64, system=64), model.config.vocab_size
+    script = Script(text, 3, vocab, forced=True)
+    found: dict[str, list[torch.Tensor]] = {"pages": [], "lanes": []}
+    for decode, kept in found.items():
+        engine = engine_for(model, Arm("splice", 2, 1), text, 3, decode=cast("Decode", decode))
+
+        def keep(
+            turn: int, step: int, logits: Sequence[torch.Tensor], tokens: list[int], to: Any = kept
+        ) -> None:
+            to.append(torch.log_softmax(torch.stack(list(logits)).double(), -1))
+
+        runner = Runner(Arm("splice", 1, 1), text, script, engine, Drawing(model), watch=keep)
+        for _ in race([runner]):
+            pass
+        print(f"{decode}: {1e3 * runner.run.turns[-1].step_s:.2f} ms a step of two layers", file=sys.stderr)
+    pages, lanes = (torch.stack(kept) for kept in found.values())
+    worst = float((pages.exp() * (pages - lanes)).sum(-1).max())
+    print(f"pages against lanes: worst KL {worst:.2g} of {pages.shape[0] * pages.shape[1]}", file=sys.stderr)
+    return worst < SAME_KL
+
+
 class Bench:
     """One run of this script."""
 
@@ -128,6 +162,23 @@ class Bench:
         self.kept: dict[str, Kept] = {}
         self.first_event = 0
         self.say(f"{self.found.machine}: {self.found.model}")
+
+    def check(self) -> None:
+        """Decode over pages if that is right on this machine; in another process, for a faulty kernel takes
+        its process along."""
+        if self.options.decode != "auto":
+            return
+        arguments = ["--check", "--out", str(self.options.out), "--quick"][: 3 + self.options.quick]
+        arguments += ["--shape", self.options.shape, "--device", self.options.device]
+        command = [sys.executable, "-m", "bench.gpu_streams", *arguments, "--dtype", self.options.dtype]
+        try:
+            right = not subprocess.run(command, timeout=CHECK_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            right = False
+        self.options.decode = "pages" if right else "lanes"
+        how = "attends the paged memory where it lies" if right else "attends contiguous copies"
+        self.found.notes.append(f"A decode step {how}.")
+        self.say(f"checked: {self.options.decode}")
 
     def races(self) -> None:
         """Every arm through the text, or as far as time allows."""
@@ -231,7 +282,7 @@ class Bench:
         script = Script(text, self.options.streams, self.model.config.vocab_size, forced=False)
         made = []
         for arm in arms or self._arms():
-            engine = engine_for(self.model, arm, text, self.options.streams)
+            engine = engine_for(self.model, arm, text, self.options.streams, decode=self.options.decode)
             self.say(f"{arm.name}: {blocks_for(arm, text, self.options.streams):,} blocks of 16 rows")
             made.append(Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle))
         return made
@@ -321,6 +372,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=4, help="streams that are replayed")
     parser.add_argument("--attention", default="flex_attention", help="of the replay")
     parser.add_argument("--machine", default="", help="its name in tables and pictures")
+    parser.add_argument("--decode", choices=("auto", "lanes", "pages"), default="auto")
+    parser.add_argument("--check", action="store_true", help="only: are steps over pages right here?")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     quick: dict[str, Any] = {

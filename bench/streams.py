@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bench.arms import Arm, Race, Runner, Script, Text, race
 from bench.document import DOCUMENT, RECORDS, begin, written_into
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvcomm.engines.transformers.streaming import StreamEngine
 
+Decode = Literal["auto", "lanes", "pages"]
 ROUNDS = 3
 SEED = 3
 BLOCK_TOKENS = 16
@@ -106,14 +107,17 @@ def run(model: PreTrainedModel, schedule: Schedule, *, streams: int = 1) -> Race
     return found
 
 
-def engine_for(model: PreTrainedModel, arm: Arm, text: Text, streams: int) -> StreamEngine:
+def engine_for(
+    model: PreTrainedModel, arm: Arm, text: Text, streams: int, *, decode: Decode = "auto"
+) -> StreamEngine:
     """With just the memory that the arm needs."""
     from kvcomm.engines.transformers import namespace_of
     from kvcomm.engines.transformers.streaming import StreamEngine
 
     # Random weights share with nobody: a name for them saves hashing gigabytes.
     namespace = namespace_of(model, block_tokens=BLOCK_TOKENS, revision="random", name="random")
-    return StreamEngine(model, blocks_for(arm, text, streams), namespace, rows_max=text.rows)
+    blocks = blocks_for(arm, text, streams)
+    return StreamEngine(model, blocks, namespace, rows_max=text.rows, lanes_max=streams, decode=decode)
 
 
 def blocks_for(arm: Arm, text: Text, streams: int) -> int:

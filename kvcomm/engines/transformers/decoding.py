@@ -9,8 +9,8 @@ What changes from step to step goes into one small tensor::
 
     given   [session, token | slot | row | block]       tables  [session, slots | block of slots 0 .. , ...]
 
-A step enters its block into the table itself, so tables are written from here only for a session that was cut,
-restored, forked or fed otherwise since.
+A step enters its block into the table itself, so tables are written from here only for a session that was
+cut, restored, swapped in or fed otherwise since.
 
 The model's attention is exchanged for the time of a step; its mask then *is* ``tables``, int32
 ``[session, 1, 1, 1 + blocks]``, which models hand on as it is.
@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from kvcomm.engines.kernels.attention import attend_pages, takes
 from kvcomm.engines.transformers.forward import FULL, forward, layer_types
 from kvcomm.engines.transformers.paged import PagedKV
+from kvcomm.streams.pool import BlockId
 from kvcomm.streams.session import Feed, Session
 
 ATTENTION = "kvcomm_pages"
@@ -39,8 +40,8 @@ _GRAPHS_MAX = 16
 
 
 def decodes_pages(model: PreTrainedModel) -> bool:
-    """Whether :class:`PagedDecode` computes what the model does: full attention in every layer, nothing done
-    to scores but scaling, a shape that the kernel has tiles for."""
+    """Whether :class:`PagedDecode` can compute what the model does: full attention in every layer, nothing
+    done to scores but scaling, a shape that the kernel has tiles for."""
     config: Any = model.config.get_text_config(decoder=True)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -55,6 +56,8 @@ class _Seat:
     """Whose row of the tables it is, and what it says."""
 
     session: ReferenceType[Session]
+    table: list[BlockId]
+    """Another list after the session was swapped in."""
     slot_count: int
     event_count: int
 
@@ -73,7 +76,7 @@ class _Steps:
     def seated(self, at: int, session: Session, slot_count: int) -> bool:
         """Whether row ``at`` of the tables is the session's, and nothing happened to it but steps."""
         seat = self.seats[at]
-        if seat is None or seat.session() is not session:
+        if seat is None or seat.session() is not session or seat.table is not session.table:
             return False
         return (seat.slot_count, seat.event_count) == (slot_count, len(session.events))
 
@@ -112,16 +115,10 @@ class PagedDecode:
         steps.given.copy_(torch.tensor(given))
         logits = self._logits(steps)
         steps.seats = [
-            _Seat(ref(session), feed.first_slot + 1, len(session.events)) for session, feed in planned
+            _Seat(ref(session), session.table, feed.first_slot + 1, len(session.events))
+            for session, feed in planned
         ]
         return logits
-
-    def leave(self, session: Session) -> None:
-        """The session's table was changed by something that is no event."""
-        for steps in self._steps.values():
-            for at, seat in enumerate(steps.seats):
-                if seat is not None and seat.session() is session:
-                    steps.seats[at] = None
 
     # -- inside
 

@@ -77,13 +77,16 @@ class Lanes:
         return lanes
 
     def fed(self, session: Session) -> None:
-        """The rows of the last pass are in view, so the lane holds all of it."""
-        seat = self._seats[self._lane_by_session[session]]
+        """The rows of the last pass are in view, so the lane holds all of it, if there is one."""
+        lane = self._lane_by_session.get(session)
+        if lane is None:
+            return
+        seat = self._seats[lane]
         assert seat is not None and seat.session() is session
         seat.slot_count, seat.event_count = session.slot_count, len(session.events)
 
     def leave(self, session: Session) -> None:
-        """The session's memory was written by somebody else, or it is not fed for a while."""
+        """The session's rows were written to the memory alone, or it is not fed for a while."""
         lane = self._lane_by_session.pop(session, None)
         seat = None if lane is None else self._seats[lane]
         if lane is not None and seat is not None and seat.session() is session:  # not of whoever came after

@@ -10,10 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="attention is computed with torch (pip install kvcomm[torch])")
-
-from kvcomm.engines.kernels.attention import attend_pages, takes  # noqa: E402
+from kvcomm.engines.kernels.attention import attend_pages, takes
 
 ROOT = Path(__file__).parents[4]
 COUNTS = (1, 15, 16, 17, 64, 130, 1_100)
