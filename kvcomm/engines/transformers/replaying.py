@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
-from kvcomm.engines.transformers.identity import require_fixed_rotations
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.replay import (
     Keeping,
     Pack,
@@ -92,11 +92,11 @@ def replay(
 
     Raises:
         Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask).
-        UnsupportedModel: rotary frequencies that depend on the length.
+        NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
     require_maskable(keeping)
-    require_fixed_rotations(model)
+    require_compactable(model.config.to_dict())
     _require_masks(model, path, kv_dtype)
     packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
     if path == "mask":

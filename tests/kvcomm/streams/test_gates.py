@@ -8,6 +8,7 @@ one batch.  Limits are absolute and in nats, of fp32 unless a test says otherwis
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -16,14 +17,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvcomm.engines.transformers.identity import UnsupportedModel
 from kvcomm.engines.transformers.replaying import Path, Replayed, pack_logits, pass_count, replay
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import Corrupt
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange
 from kvcomm.streams.mismatch import EXACT, ROUNDED, Mismatch, exact_kl, mismatch
+from kvcomm.streams.model_rules import NotCompactable
 from kvcomm.streams.replay import Keeping, Unreplayable, pack, policy_loss, segments
 from kvcomm.streams.rollout import Rollout, Sampling
+from kvcomm.streams.rollout_file import read_rollouts, write_rollouts
 from tests.kvcomm.streams import faults
 from tests.kvcomm.streams.plain import PlainEngine
 from tests.kvcomm.streams.scenarios import (
@@ -345,6 +347,28 @@ class TestRecord:
                         replay(model, [careless], path=path)
         assert tried >= 2
 
+    def test_fault_b00_a_rollout_that_is_cut_short_is_replayed_as_its_beginning(self) -> None:
+        """Its events are cut with it, so what is left is judged under the views that it had."""
+        model, writer = model_of("llama gqa"), told_of("llama gqa")["restored"]
+        whole = writer.rollout
+        for row_count in (whole.events[2].at_row, whole.events[3].at_row + 1, 300):
+            short = whole.truncated(row_count)
+            assert 0 < short.event_count < whole.event_count
+            logits = replayed(model, short).logits
+            kl = exact_kl(short, writer.engine_logits[: len(short.samples)], logits)
+            assert float(kl.mean()) < EXACT.mean
+            with pytest.raises(Corrupt):
+                replace(short, events=whole.events, event_count=whole.event_count)
+
+    def test_fault_b01_a_record_that_travelled_as_json_or_in_a_file_has_the_same_mask(self) -> None:
+        rollout = told_of("llama gqa")["restored"].rollout
+        for as_json in (False, True):
+            file = io.BytesIO()
+            write_rollouts(file, [rollout], as_json=as_json)
+            (back,) = read_rollouts(io.BytesIO(file.getvalue()))
+            assert torch.equal(pack([back]).births, pack([rollout]).births)
+            assert torch.equal(pack([back]).deaths, pack([rollout]).deaths)
+
     @pytest.mark.parametrize("count", [0, 1, 2])
     def test_fault_b01_events_that_are_lost_on_the_way_are_missed(self, count: int) -> None:
         rollout = told_of("llama gqa")["window"].rollout
@@ -428,6 +452,45 @@ class TestRecord:
         assert report.stale_count == 20
         new = judged(writer, replayed(engine.model, rollout), weights_version=1)
         assert new.stale_count == len(rollout.samples), "its rows read K/V of the old weights"
+
+    def test_edge_15_a_fork_is_replayed_with_the_events_that_it_inherited(self) -> None:
+        model = model_of("qwen3 sliding")
+        engine = StreamEngine(model, 200)
+        parent = written(engine, {"parent": with_settings(windowed, count=130)})["parent"]
+        child = Writer(engine, "child", sampling=Sampling(1.2), seed=9)
+        child.session.close()
+        child.session = engine.fork(parent.session, bytes(32))
+        child.recorder = parent.recorder.fork(child.session, "child", loss=False)
+        (token,) = (each.token for each in parent.recorder.samples[-1:])
+        for _ in range(60):
+            (child.logits,) = engine.feed([(child.session, [token])])
+            if child.session.slot_count > 144:
+                child.session.evict([(48, 96)])
+            token = child.sample()
+        rollout = child.rollout
+        assert [event.kind for event in rollout.events] == ["evict", "fork", "evict"]
+        report = mismatch([replayed(model, rollout)])
+        assert report.beyond(EXACT) == [], str(report)
+        assert report.k3.count == 130 + 60
+
+    def test_fault_b12_rows_of_adopted_blocks_are_rows_like_any_other(self) -> None:
+        """A sibling takes blocks of before and behind an event that another session computed."""
+        model = model_of("qwen3 sliding")
+        engine = StreamEngine(model, 200)
+        prompt, tail = text(96, 1), text(41, 2)
+        writers = [Writer(engine, name, seed=seed) for seed, name in enumerate(("first", "sibling"))]
+        for writer, adopted in zip(writers, (0, 32), strict=True):
+            session = writer.session
+            taken = session.adopt_prefix(prompt) if adopted else 0
+            (writer.logits,) = engine.feed([(session, prompt[taken:])])
+            session.evict([(16, 64)])
+            behind = session.adopt_prefix(tail) if adopted else 0
+            assert (taken, behind) == ((80, 32) if adopted else (0, 0))
+            (writer.logits,) = engine.feed([(session, tail[behind:])])
+            for _ in range(12):
+                (writer.logits,) = engine.feed([(session, [writer.sample()])])
+        for writer in writers:
+            assert judged(writer, replayed(model, writer.rollout)).beyond(EXACT) == []
 
     def test_edge_22_a_lost_span_is_read_again_as_new_rows_and_replayed_as_such(self) -> None:
         def reread(writer: Writer) -> Steps:
@@ -564,7 +627,7 @@ class TestRefusals:
         model = tiny_model(
             "llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
         )
-        with pytest.raises(UnsupportedModel, match="dynamic"):
+        with pytest.raises(NotCompactable, match="dynamic"):
             replay(model, [told_of("qwen3")["window"].rollout])
 
     def test_segments_are_not_run_through_flex_attention(self) -> None:
