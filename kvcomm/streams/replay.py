@@ -207,13 +207,15 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
             [(start + birth, start + death) for birth, death in intervals]
             for intervals in rollout.visibility().intervals
         ]
-    for row in range(len(tokens), -(-len(tokens) // multiple) * multiple):
-        tokens.append(PAD_TOKEN)
-        positions.append(0)
-        lives.append([(row, row + 1)])
-    births, deaths = _interval_tensors(lives)
-    as_tensor = {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
-    return Pack(tuple(rollouts), tuple(starts), births=births, deaths=deaths, **as_tensor)
+    missing = -len(tokens) % multiple
+    lives += [[(row, row + 1)] for row in range(len(tokens), len(tokens) + missing)]
+    return _packed(rollouts, starts, tokens + [PAD_TOKEN] * missing, positions + [0] * missing, lives)
+
+
+def padding(row_count: int) -> Pack:
+    """Rows that see themselves and that nobody reads: for a pass whose result does not count."""
+    zeros = [0] * row_count
+    return _packed((), (), zeros, zeros, [[(row, row + 1)] for row in range(row_count)])
 
 
 def bins(row_counts: Sequence[int], rows_max: int) -> list[list[int]]:
@@ -389,6 +391,18 @@ def policy_loss(log_probs: torch.Tensor, rollout: Rollout, advantage: torch.Tens
 
 
 # -- inside
+
+
+def _packed(
+    rollouts: Sequence[Rollout],
+    starts: Sequence[int],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    lives: Sequence[Sequence[tuple[int, int]]],
+) -> Pack:
+    births, deaths = _interval_tensors(lives)
+    as_tensor = {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
+    return Pack(tuple(rollouts), tuple(starts), births=births, deaths=deaths, **as_tensor)
 
 
 def _interval_tensors(lives: Sequence[Sequence[tuple[int, int]]]) -> tuple[torch.Tensor, torch.Tensor]:

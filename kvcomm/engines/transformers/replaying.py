@@ -44,6 +44,7 @@ from kvcomm.streams.replay import (
     Segment,
     Unreplayable,
     pack,
+    padding,
     require_maskable,
     sampled_log_probabilities,
     segments,
@@ -87,11 +88,12 @@ def replay(
             ``kvcomm.streams.replay.bins``.
         kv_dtype: of the engine's K/V memory where it is not the model's: rows are rounded as they were there.
         keeping: how the engine kept its rows.
-        passes: run as many forward passes at least, further ones on a single token whose logits count
-            nothing, so that ranks which wait for each other in every pass stay together.
+        passes: run as many forward passes at least, further ones on padding whose logits count nothing, so
+            that ranks which wait for each other in every pass stay together.
 
     Raises:
-        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask).
+        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask), or
+            it has no gradient.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
@@ -243,10 +245,11 @@ class _RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
-    """One row that sees itself: a number that depends on all weights that a pass uses."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    alone = _mask(torch.ones(1, 1, dtype=torch.bool, device=model.device))
-    return forward(model, token, token, {FULL: alone, SLIDING: alone}).float().mean()
+    """Rows of padding: a number that depends on all weights that a pass uses."""
+    packed = padding(FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+    with _attending(model):
+        logits = forward(model, packed.tokens[None], packed.positions[None], _masks(model, packed), last=1)
+    return logits.float().mean()
 
 
 def _attention(model: PreTrainedModel) -> str:
@@ -262,6 +265,10 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         )
     if attention == FLEX and path != "mask":
         raise Unreplayable(f"the {path} replay attends with 'sdpa' or 'eager', not {FLEX!r}")
+    if attention == FLEX and model.device.type == "cpu" and torch.is_grad_enabled():
+        raise Unreplayable(
+            f"{FLEX!r} has no gradients on a CPU: train there with 'sdpa', or use torch.no_grad()"
+        )
     if kv_dtype is not None and model.training and _checkpoints(model):
         raise Unreplayable(
             "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"

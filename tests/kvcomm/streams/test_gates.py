@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import io
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from kvcomm.engines.transformers.replaying import Path, Replayed, pack_logits, pass_count, replay
@@ -154,6 +157,19 @@ class TestReplayIsGeneration:
         assert by_hand.session.view.digest == rollout.view_digest
         assert torch.allclose(by_hand.engine_logits, writer.engine_logits, atol=1e-4)
 
+    @settings(max_examples=8, deadline=None, derandomize=True)
+    @given(st.integers(0, 10_000))
+    def test_gate_g01_any_story_is_replayed(self, seed: int) -> None:
+        """Chunks, steps, cuts anywhere behind the first block, archives and restores, several in a row."""
+        model = model_of("qwen3 sliding")
+        scripts = {f"{seed}.{at}": with_settings(any_story, seed=seed + at) for at in range(3)}
+        engine = StreamEngine(model, 300, told_of("qwen3 sliding")["window"].session.namespace)
+        for writer in written(engine, scripts).values():
+            for path in PATHS:
+                found = replayed(model, writer.rollout, path)
+                assert float((found.logits - writer.engine_logits).abs().max()) < 1e-4
+                assert judged(writer, found).beyond(EXACT) == []
+
     @pytest.mark.parametrize("control", faults.CONTROLS)
     @pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
     def test_gate_g02_a_fault_is_seen(self, kind: StreamModelKind, control: str) -> None:
@@ -206,6 +222,25 @@ def retold(writer: Writer, *, rollout: Rollout) -> Steps:
         yield [token]
         if row in sampled:
             writer.record(sampled[row])
+
+
+def any_story(writer: Writer, *, seed: int) -> Steps:
+    session, draw = writer.session, random.Random(seed)
+    session.protect(1)
+    yield text(draw.randint(20, 60), seed)
+    for _ in range(25):
+        kind, full = draw.random(), session.full_slots // 16
+        if kind < 0.35 and full > 1:
+            first = draw.randrange(1, full)
+            last = draw.randint(first + 1, min(full, first + 3))
+            session.evict([(16 * first, 16 * last)], archive=draw.random() < 0.6)
+        elif kind < 0.55 and session.archive:
+            session.restore(draw.choice(sorted(session.archive)), 16 * draw.randint(1, full))
+        elif kind < 0.7:
+            yield [writer.sample(), *text(draw.randint(1, 40), seed)]
+        else:
+            yield [writer.sample()]
+    writer.sample()
 
 
 @functools.cache
@@ -262,7 +297,7 @@ class TestPacked:
         flex.load_state_dict(model.state_dict())
         writers = [told_of("qwen3 sliding")[name] for name in ("restored", "chunked")]
         with torch.no_grad():
-            found = replay(flex, [writer.rollout for writer in writers])
+            found = replay(flex, [writer.rollout for writer in writers], passes=2)
         for each, writer in zip(found, writers, strict=True):
             assert judged(writer, each).beyond(EXACT) == []
 
@@ -469,9 +504,10 @@ class TestRecord:
             token = child.sample()
         rollout = child.rollout
         assert [event.kind for event in rollout.events] == ["evict", "fork", "evict"]
-        report = mismatch([replayed(model, rollout)])
-        assert report.beyond(EXACT) == [], str(report)
-        assert report.k3.count == 130 + 60
+        for path in PATHS:
+            report = mismatch([replayed(model, rollout, path)])
+            assert report.beyond(EXACT) == [], str(report)
+            assert report.k3.count == 130 + 60
 
     def test_fault_b12_rows_of_adopted_blocks_are_rows_like_any_other(self) -> None:
         """A sibling takes blocks of before and behind an event that another session computed."""
@@ -628,6 +664,11 @@ class TestRefusals:
             "llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
         )
         with pytest.raises(NotCompactable, match="dynamic"):
+            replay(model, [told_of("qwen3")["window"].rollout])
+
+    def test_flex_attention_has_no_gradients_on_a_cpu(self) -> None:
+        model = tiny_model("llama", attn_implementation="flex_attention")
+        with pytest.raises(Unreplayable, match="no gradients on a CPU"):
             replay(model, [told_of("qwen3")["window"].rollout])
 
     def test_segments_are_not_run_through_flex_attention(self) -> None:
