@@ -92,8 +92,8 @@ def replay(
             that ranks which wait for each other in every pass stay together.
 
     Raises:
-        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask), or
-            it has no gradient.
+        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
+            or it has no gradient.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
