@@ -142,8 +142,7 @@ class Archive:
             return session.restore(span, insert_at)
         found = yield from self._sharing.get(self.engine, wanted, room=room or None)
         if isinstance(found, Lost):
-            missing = tuple(row for block in found.blocks for row in block.rows)
-            return SpanLost(span, archived.rows, missing)
+            return SpanLost(span, archived.rows, found.rows)
         try:
             return session.restore(span, insert_at, blocks=found)
         except BaseException:

@@ -120,7 +120,7 @@ class Compactor:
     def _cut(self, moment: Moment) -> list[Event]:
         events: list[Event] = []
         while named := self.policy.select(self.look(moment)):
-            spans = _merged(named, self.session.slot_count)
+            spans = merged_ranges(named, self.session.slot_count)
             inside = [_inside(span, self.session) for span in spans]
             whole = [each for each in inside if each.slot_count]
             if whole:
@@ -139,7 +139,7 @@ class Compactor:
         return ended
 
 
-def _merged(named: Sequence[SlotRange], slot_count: int) -> list[SlotRange]:
+def merged_ranges(named: Sequence[SlotRange], slot_count: int) -> list[SlotRange]:
     """Neighbours as one, before borders are moved: what lies between two cut turns goes, too."""
     merged: list[SlotRange] = []
     end = 0

@@ -44,7 +44,7 @@ from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
-from kvcomm.streams.events import KINDS, ROOT_DIGEST, Event, SlotRange, SpanId, ViewDigest, row_runs
+from kvcomm.streams.events import KINDS, ROOT_DIGEST, Event, Run, SlotRange, SpanId, ViewDigest, row_runs
 from kvcomm.streams.session import Session, Turn
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 
@@ -79,8 +79,8 @@ class StreamContext:
     block_tokens: int
     token_bytes: bytes
     """Every token by row, u32 little-endian; see :attr:`tokens`."""
-    view_runs: tuple[tuple[int, int], ...]
-    """The rows in view, in the order of their slots: ``(first, count)`` of stretches."""
+    view_runs: tuple[Run, ...]
+    """The rows in view, in the order of their slots."""
     keys: tuple[BlockKey, ...]
     """One a block of the table, in order; the last one a tail's, where the last block is partial."""
     lineage: bytes
@@ -92,9 +92,9 @@ class StreamContext:
     """Sampled and not fed."""
     archived: tuple[ArchivedSpan, ...]
     """Sorted."""
-    filler_runs: tuple[tuple[int, int], ...]
+    filler_runs: tuple[Run, ...]
     """Rows that were fed only to end a block, like :attr:`view_runs`."""
-    repeated_runs: tuple[tuple[int, int], ...]
+    repeated_runs: tuple[Run, ...]
     """Rows whose text is that of archived ones that were lost."""
     policy: str
     """Name of what decided the cuts."""
@@ -133,7 +133,7 @@ class StreamContext:
             session.namespace.id,
             session.namespace.block_tokens,
             little_endian(chain.tokens),
-            tuple(row_runs(session.view.rows)),
+            tuple(session.view.runs),
             _keys_of(chain.blocks),
             session.lineage,
             tuple(session.events),
@@ -208,7 +208,7 @@ class StreamContext:
             raise Corrupt(f"the stream holds a token that its namespace does not have: {error}") from error
         archived = [chain.archived.get(each.span, ()) for each in self.archived]
         for what, said, follows in (
-            ("view", self.view_runs, tuple(row_runs(chain.view.rows))),
+            ("view", self.view_runs, tuple(chain.view.runs)),
             ("lineage", self.lineage, chain.lineage),
             ("table", self.keys, _keys_of(chain.blocks)),
             ("archive", [each.keys for each in self.archived], list(map(_keys_of, archived))),
@@ -343,7 +343,8 @@ def _read(body: bytes) -> StreamContext:
         policy = rest.take(policy_bytes).decode()
         token_bytes = rest.take(4 * row_count)
         runs, filler, repeated = (
-            tuple(rest.pairs(count)) for count in (run_count, filler_count, repeated_count)
+            tuple(Run(*pair) for pair in rest.pairs(count))
+            for count in (run_count, filler_count, repeated_count)
         )
         turns = tuple(Turn(*pair) for pair in rest.pairs(turn_count))
         keys = rest.keys(key_count)

@@ -254,6 +254,22 @@ class Conversation:
         if start < end:
             self.session.end_turn(start, end)
 
+    def moved(self, session: Session, rows: Sequence[int]) -> Conversation:
+        """The same conversation in a new stream whose rows are, in this order, ``rows`` of this one (-1 = put
+        in on the way), and are fed there.
+
+        Raises:
+            ValueError: another number of rows is.
+        """
+        if session.next_row != len(rows):
+            raise ValueError(f"{session.next_row} rows are fed and {len(rows)} were carried over")
+        other = Conversation(session, self.markup, filler_rows_max=self.filler_rows_max)
+        other.filler_rows = [at for at, row in enumerate(rows) if self._is_filler(row)]
+        other.message_count, other.unfilled_count = self.message_count, self.unfilled_count
+        other._scanned = other._laid = len(rows)
+        other._border, other._turn = _place(rows, self._border), _place(rows, self._turn)
+        return other
+
     # -- inside
 
     def _lay_filler(self, fed: int, unfed: int) -> int:
@@ -300,3 +316,11 @@ class Conversation:
             )
         if any(token in ends for token in message[: body - 1]):
             raise ValueError("a message has one end; this one's text contains the id of another: escape it")
+
+
+def _place(rows: Sequence[int], border: int) -> int:
+    """Where those from row ``border`` on begin."""
+    place = len(rows)
+    while place and rows[place - 1] >= border:
+        place -= 1
+    return place

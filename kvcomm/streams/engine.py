@@ -29,6 +29,11 @@ class Engine(Protocol):
         """Of the memory."""
         ...
 
+    @property
+    def rows_max(self) -> int:
+        """Most rows of a session."""
+        ...
+
     def session(self, *, journal: Callable[[Event], None] = ...) -> Session:
         """A new rollout on this memory."""
         ...

@@ -21,9 +21,8 @@ from typing import Protocol
 
 import torch
 
-from kvcomm.errors import Corrupt
 from kvcomm.streams.rollout import Rollout
-from kvcomm.streams.view import View
+from kvcomm.streams.view import View, weights_runs
 
 FIRST_SAMPLES = 3
 """Behind an event: those that a wrong row border shows in first."""
@@ -126,11 +125,13 @@ def mismatch(
             (where their sets differ it is infinite).
 
     Raises:
-        ValueError: rollouts of several weights versions and no word which one is judged; or one kind of
+        ValueError: no rollouts; several weights versions and no word which one is judged; or one kind of
             logits without the other.
     """
     if (engine_logits is None) != (trainer_logits is None):
         raise ValueError("the exact KL needs the logits of both sides")
+    if not scored:
+        raise ValueError("a report is about at least one rollout")
     version = _version([each.rollout for each in scored], weights_version)
     tables = [_Table(each, version) for each in scored]
     difference = torch.cat([table.difference for table in tables])
@@ -203,7 +204,7 @@ class _Table:
     def __init__(self, scored: Scored, version: int) -> None:
         rollout = scored.rollout
         if len(scored.log_probs) != len(rollout.samples):
-            raise Corrupt(f"{len(scored.log_probs)} log probabilities of {len(rollout.samples)} samples")
+            raise ValueError(f"{len(scored.log_probs)} log probabilities of {len(rollout.samples)} samples")
         self.name = rollout.name
         self.rows = [sample.query_row for sample in rollout.samples]
         engine = torch.tensor([sample.logprob for sample in rollout.samples], dtype=torch.float64)
@@ -215,22 +216,15 @@ class _Table:
 def _version(rollouts: Sequence[Rollout], told: int | None) -> int:
     if told is not None:
         return told
-    found = sorted(set().union(*map(weights_versions, rollouts)))
+    found = {
+        version for rollout in rollouts for version, _ in weights_runs(rollout.row_count, rollout.events)
+    }
     if len(found) > 1:
         raise ValueError(
-            f"the rollouts ran with weights {found}: say with weights_version= which ones the replay ran with"
+            f"the rollouts ran with weights {sorted(found)}: say with weights_version= which ones the replay "
+            "ran with"
         )
-    return found[0] if found else 0
-
-
-def weights_versions(rollout: Rollout) -> set[int]:
-    """Those that rows of it were computed with."""
-    found, row, version = set(), 0, 0
-    for event in rollout.events:
-        if event.at_row > row:
-            found.add(version)
-        row, version = event.at_row, event.weights_version
-    return found | {version} if rollout.row_count > row else found
+    return min(found, default=0)
 
 
 def _spread(values: torch.Tensor) -> Spread:
@@ -245,4 +239,4 @@ def _over(name: str, value: float, limit: float) -> list[str]:
 
 
 def _line(name: str, spread: Spread) -> str:
-    return f"  {name:<22} mean {spread.mean:.2e}  worst {spread.worst:.2e}  ({spread.count} samples)"
+    return f"  {name:<22} mean {spread.mean:.2e}  worst {spread.worst:.2e}  of {spread.count}"

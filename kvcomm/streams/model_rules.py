@@ -19,18 +19,23 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 """Layers that hold a key and a value a row.  Which of these a sliding one attends is a mask by *positions*,
 so one block table serves both."""
 
+_RECURRENT = ("conv_kernel", "conv_L_cache", "lru_width", "mamba", "recurrent", "rwkv", "ssm", "state_size")
+"""Parts of the names of settings that only models with recurrent layers have: not all list their layers."""
+
 
 class NotCompactable(NamespaceError):
     """A model whose context cannot be cut exactly, and why."""
 
 
 def require_compactable(config: Mapping[str, Any]) -> None:
-    """Refuse a model by its configuration, as ``config.json`` has it (or ``config.to_dict()``).
+    """Refuse a model by its configuration: that of a loaded model, ``config.to_dict()``, or ``config.json``.
+
+    It tells what a configuration can tell, before anything is loaded.  What the cache of a loaded model
+    really holds is looked at when its namespace is made.
 
     Raises:
-        NotCompactable: rotary frequencies that change with the length (dynamic NTK, longrope), layers without
-            rows (recurrent, chunked, latent attention), distances that count slots (ALiBi), an
-            encoder-decoder.
+        NotCompactable: rotary frequencies that change with the length (dynamic NTK, longrope), positions that
+            are not rotary, layers without rows (recurrent, chunked, latent attention), an encoder-decoder.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
@@ -40,7 +45,14 @@ def require_compactable(config: Mapping[str, Any]) -> None:
 
 
 def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
-    for kind in _rope_kinds(config):
+    kinds = _rope_kinds(config)
+    if not kinds:
+        yield (
+            "no rotary positions: models that tell distances in another way (ALiBi, learned) count slots, "
+            "which a cut shifts. Use re-prefill; if its config.json only leaves them out, pass that of the "
+            "loaded model"
+        )
+    for kind in kinds:
         if kind not in FIXED_ROPE_KINDS:
             yield (
                 f"rotary kind {kind!r}: its frequencies may change with the length that is seen, and keys "
@@ -53,6 +65,11 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             f"layers of kind {', '.join(others)}: one block table cannot say what they hold; only "
             f"{' and '.join(LAYER_KINDS)} have a key and a value a row. Use re-prefill"
         )
+    recurrent = sorted(
+        key for key, value in config.items() if value and any(part in key for part in _RECURRENT)
+    )
+    if recurrent:
+        yield f"recurrent layers ({', '.join(recurrent[:3])}): a state has no rows to cut. Use re-prefill"
     if config.get("kv_lora_rank"):
         yield "latent attention: it keeps one latent a row, not keys and values. Use re-prefill"
     if config.get("attention_chunk_size"):
@@ -64,8 +81,11 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rope_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Of ``rope_parameters``, one for all layers or one a layer kind; and of the older ``rope_scaling``."""
+    """Of ``rope_parameters``, one for all layers or one a layer kind; and of the older ``rope_scaling``,
+    beside which stands ``rope_theta``."""
     kinds: set[str] = set()
+    if config.get("rope_theta"):
+        kinds.add("default")
     for key in ("rope_parameters", "rope_scaling"):
         parameters = config.get(key)
         if not isinstance(parameters, Mapping):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of, text_of
 from kvcomm.streams.session import Session
 
@@ -23,10 +24,11 @@ class Recorder:
     Args:
         session: may hold rows already, of a context that was adopted: nobody samples those again.
         name: of the rollout.
+        counts: is told of repeated rows, if given.
     """
 
-    def __init__(self, session: Session, name: str) -> None:
-        self.session, self.name = session, name
+    def __init__(self, session: Session, name: str, counts: StreamCounts | None = None) -> None:
+        self.session, self.name, self.counts = session, name, counts
         self.samples: list[Sample] = []
         self.filler_rows: list[int] = []
         self.repeated_rows: list[int] = []
@@ -72,6 +74,8 @@ class Recorder:
             ValueError: as :meth:`filler`.
         """
         self._mark(self.repeated_rows, self._last_rows(row_count))
+        if self.counts is not None:
+            self.counts.reprefilled(row_count)
 
     def text(self) -> tuple[int, ...]:
         """What was fed and sampled so far, fillers and repetitions left out, the pending token included."""
@@ -89,19 +93,22 @@ class Recorder:
         return rest_of(rendered, self.text())
 
     def fork(self, session: Session, name: str, *, loss: bool) -> Recorder:
-        """For a ``session`` that was forked from this one, right after it was.
+        """For a ``session`` that was forked from this one, at its end or at an earlier row, right after it
+        was.
 
         Args:
             loss: whether a trainer learns from the shared samples in the child's rollout, too.  False where
                 the parent's is trained on as well: else they would count once a child.
         """
-        child = Recorder(session, name)
+        child = Recorder(session, name, self.counts)
+        rows = session.next_row + (session.pending is not None)
         child.samples = [
             Sample(each.query_row, each.token, each.logprob, each.sampling, each.loss and loss)
             for each in self.samples
-            if each.query_row < session.next_row
+            if each.query_row + 1 < rows
         ]
-        child.filler_rows, child.repeated_rows = self.filler_rows[:], self.repeated_rows[:]
+        child.filler_rows = [row for row in self.filler_rows if row < rows]
+        child.repeated_rows = [row for row in self.repeated_rows if row < rows]
         return child
 
     def rollout(self) -> Rollout:

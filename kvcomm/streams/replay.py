@@ -186,7 +186,7 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
 
     Raises:
         ValueError: there are none.
-        Corrupt: an event does not follow from those before it, or a sample names a row that was not fed.
+        Corrupt: an event does not follow from those before it.
     """
     if not rollouts:
         raise ValueError("a pack has at least one rollout")
@@ -195,13 +195,12 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
     lives: list[list[tuple[int, int]]] = []
     starts: list[int] = []
     for rollout in rollouts:
-        _check_samples(rollout)
         start = len(tokens)
         starts.append(start)
         tokens += rollout.tokens
         positions += range(rollout.row_count)
         lives += [
-            [(start + birth, start + death) for birth, death in joined(intervals)]
+            [(start + birth, start + death) for birth, death in intervals]
             for intervals in rollout.visibility().intervals
         ]
     for row in range(len(tokens), -(-len(tokens) // multiple) * multiple):
@@ -231,18 +230,6 @@ def bins(row_counts: Sequence[int], rows_max: int) -> list[list[int]]:
             room.append(rows_max)
         found[at].append(place)
         room[at] -= rows
-    return found
-
-
-def joined(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows in fewest intervals: without empty ones (cut in the row in which it was restored), those
-    that touch (restored in the row in which it was cut) as one."""
-    found: list[tuple[int, int]] = []
-    for birth, death in intervals:
-        if found and found[-1][1] == birth:
-            found[-1] = (found[-1][0], death)
-        elif birth < death:
-            found.append((birth, death))
     return found
 
 
@@ -384,14 +371,6 @@ def policy_loss(log_probs: torch.Tensor, rollout: Rollout, advantage: torch.Tens
 
 
 # -- inside
-
-
-def _check_samples(rollout: Rollout) -> None:
-    for sample in rollout.samples:
-        if not 0 <= sample.query_row < rollout.row_count:
-            raise Corrupt(
-                f"{rollout.name!r} has {rollout.row_count} rows, and a sample of row {sample.query_row}"
-            )
 
 
 def _interval_tensors(lives: Sequence[Sequence[tuple[int, int]]]) -> tuple[torch.Tensor, torch.Tensor]:

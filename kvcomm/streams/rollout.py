@@ -134,17 +134,6 @@ class Rollout:
             view_digest=events[-1].view_digest if events else ROOT_DIGEST,
         )
 
-    def weights(self) -> list[tuple[int, int]]:
-        """``(first row, version)`` of each stretch of rows that were computed with one version of the
-        weights, ascending.  A sample has the version of the row that it was drawn from."""
-        stretches = [(0, 0)]
-        for event in self.events:
-            if event.kind == "weights":
-                if stretches[-1][0] == event.at_row:
-                    stretches.pop()
-                stretches.append((event.at_row, event.weights_version))
-        return stretches
-
     def text(self) -> tuple[int, ...]:
         """The tokens without fillers and repetitions: what a chat template rendered, and what was sampled."""
         return text_of(self.tokens, {*self.filler_rows, *self.repeated_rows})

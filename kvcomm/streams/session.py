@@ -272,8 +272,9 @@ class Session:
         return len(found) * size
 
     def sampled(self, token: int) -> None:
-        """``token`` was drawn from what the last row predicts; it is the first of the next feed."""
-        self._require_idle()
+        """``token`` was drawn from what the last row predicts; it is the first of the next feed.  Also while
+        the bytes are elsewhere."""
+        self._require_open()
         if self.pending is not None or not self.next_row:
             raise ValueError("one token is sampled a row, and it is fed before the next")
         (self.pending,) = token_array([token], self.namespace.vocab_size)
@@ -461,10 +462,23 @@ class Session:
         except BaseException:
             self.pool.release(held)
             raise
-        self.table = [found[place] for place in range(places)]
-        for block, key in zip(self.table, self.swapped, strict=False):
+        self.attach([found[place] for place in range(places)])
+
+    def attach(self, blocks: Sequence[BlockId]) -> None:
+        """Go on over blocks that hold the bytes of the whole table, a partial last one included.
+
+        Args:
+            blocks: held by the caller and handed over; the full ones get the names in ``swapped``.
+
+        Raises:
+            ValueError: the session is not swapped out, or its table has another length.
+        """
+        places = -(-self.slot_count // self.block_tokens)
+        if self.swapped is None or len(blocks) != places:
+            raise ValueError(f"{len(blocks)} blocks for a session that is swapped out with {places}")
+        for block, key in zip(blocks, self.swapped, strict=False):
             self.pool.name(block, key)
-        self.swapped = None
+        self.table, self.swapped = list(blocks), None
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""
@@ -629,10 +643,13 @@ class Session:
         self._planned = None
 
     def _require_idle(self) -> None:
+        if self.swapped is not None and not self.closed:
+            raise Refused("the session's bytes are elsewhere; swap it in first")
+        self._require_open()
+
+    def _require_open(self) -> None:
         if self.closed:
             raise Refused("the session is closed; begin another one")
-        if self.swapped is not None:
-            raise Refused("the session's bytes are elsewhere; swap it in first")
         if self._planned is not None:
             raise ValueError("commit or abandon the feed that is under way first")
 

@@ -22,24 +22,23 @@ All of it is steps (``kvcomm.steps``), for both faces of the client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain as chained
 
 from kvcomm.block import header_for
-from kvcomm.errors import Conflict, NamespaceError, Refused, Unavailable
+from kvcomm.errors import Conflict, NamespaceError, Unavailable
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
 from kvcomm.stateplane import record_name
 from kvcomm.steps import Steps
-from kvcomm.streams.chain import Chain, ChainBlock
+from kvcomm.streams.chain import ChainBlock
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.engine import Engine
-from kvcomm.streams.events import Event, SpanId
+from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.recorder import Recorder
-from kvcomm.streams.session import Archived, Session
+from kvcomm.streams.session import Session
 from kvcomm.tier import Block, BlockCopy
 
 
@@ -96,12 +95,17 @@ class Sharing:
             replaces: put it over a head that went another way, which is forgotten.
 
         Raises:
+            ValueError: it is swapped out or closed.
             NamespaceError: the engine's namespace was not bound to this client's tenant.
             Conflict: the head is not a past of this session.
             TooLarge: the record would be; see ``StreamContext.encode``.
             And what ``StatePlane.put`` raises.
         """
         namespace = self.require_bound(engine)
+        if session.closed or session.swapped is not None:
+            raise ValueError(
+                "the session's bytes are not in memory: publish before it is closed or swapped out"
+            )
         context = StreamContext.of(
             session,
             producer=self._operations.producer,
@@ -115,13 +119,14 @@ class Sharing:
         for span, archived in session.archive.items():
             here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
         record = _record(agent, name)
-        heads = yield from self._heads(record)
-        if not replaces and not all(context.extends(head) for head in heads):
-            raise Conflict(
-                f"stream {name!r} of agent {agent!r} is not a past of this session: publish under another "
-                "name, or pass replaces=True to forget it"
-            )
-        published = yield from self.put(engine, here)
+        with _holding(engine.pool, [block for block, _ in here]):
+            heads = yield from self._heads(record)
+            if not replaces and not all(context.extends(head) for head in heads):
+                raise Conflict(
+                    f"stream {name!r} of agent {agent!r} is not a past of this session: publish under "
+                    "another name, or pass replaces=True to forget it"
+                )
+            published = yield from self.put(engine, here)
         if not published.failed:
             yield from self._operations.state().put([(record, value, None)])
         return Shared(context, published)
@@ -156,18 +161,29 @@ class Sharing:
         namespace = self.require_bound(engine)
         context = yield from self.head(agent, name)
         chain = context.verify(namespace)
+        session = Session.recovered(
+            engine.pool,
+            namespace,
+            context.tokens,
+            context.events,
+            rows_max=engine.rows_max,
+            journal=journal,
+        )
         table = yield from self.get(engine, chain.table, chain.tail)
-        if not isinstance(table, list):
-            return Missing(context, tuple(row for block in table.blocks for row in block.rows))
-        archive = {
-            span: Archived((), keys, tuple(chained(*(block.rows for block in chain.archived[span]))))
-            for span, keys in context.archived
-        }
+        if isinstance(table, Lost):
+            return Missing(context, table.rows)
+        session.attach(table)
         try:
-            return _resumed(engine.session(journal=journal), context, chain, table, archive)
+            for event in context.events:
+                journal(event)
         except BaseException:
-            engine.pool.release(table)
+            session.close()
             raise
+        for span in session.archive.keys() - {each.span for each in context.archived}:
+            session.drop_archived(span, moved=False)
+        session.turns, session.pending = list(context.turns), context.pending
+        session.protect(context.protected)
+        return session
 
     def put(self, engine: Engine, blocks: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[Published]:
         """Publish blocks that the engine holds, as far as nobody has them."""
@@ -275,23 +291,9 @@ class Lost:
 
     blocks: tuple[ChainBlock, ...]
 
-
-def _resumed(
-    session: Session,
-    context: StreamContext,
-    past: Chain,
-    table: Sequence[BlockId],
-    archive: Mapping[SpanId, Archived],
-) -> Session:
-    if past.view.next_row > session.rows_max:
-        raise Refused(f"a past of {past.view.next_row} rows is over the model's {session.rows_max}")
-    for event in context.events:
-        session.journal(event)
-    session.table, session.view, session.tokens = list(table), past.view, list(past.tokens)
-    session.events, session.archive, session.turns = list(context.events), dict(archive), list(context.turns)
-    session.protected, session.pending = context.protected, context.pending
-    session.lineage, session._history = past.lineage, past.history
-    return session
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(row for block in self.blocks for row in block.rows)
 
 
 def _record(agent: str, name: str) -> bytes:

@@ -50,7 +50,8 @@ class PagedKV:
 
     def payload(self, block: BlockId) -> memoryview:
         """``namespace.block_bytes`` bytes, a copy."""
-        states = self.states[:, :, block].contiguous().cpu()
+        states = torch.empty(self.namespace.block_shape, dtype=self.states.dtype)
+        states.copy_(self.states[:, :, block])
         return states.view(torch.uint8).numpy().reshape(-1).data.toreadonly()
 
     def load(self, block: BlockId, payload: Buffer) -> None:

@@ -100,7 +100,7 @@ def replay(
     _require_masks(model, path, kv_dtype)
     packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
     if path == "mask":
-        logits, done = _masked(model, packed, kv_dtype), 1
+        logits, done = pack_logits(model, packed, kv_dtype), 1
     else:
         plans = [segments(rollout) for rollout in rollouts]
         parts = [
@@ -121,7 +121,8 @@ def pass_count(rollouts: Sequence[Rollout], path: Path) -> int:
     return 1 if path == "mask" else sum(len(segments(rollout)) for rollout in rollouts)
 
 
-def _masked(model: PreTrainedModel, packed: Pack, kv_dtype: torch.dtype | None) -> torch.Tensor:
+def pack_logits(model: PreTrainedModel, packed: Pack, kv_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One masked forward pass: logits of the samples' query rows, ``[samples, vocab_size]``."""
     cache = None if kv_dtype is None else _RoundedCache(kv_dtype)
     with _attending(model):
         return forward(
@@ -139,7 +140,7 @@ def _masks(model: PreTrainedModel, packed: Pack) -> dict[str, Any]:
     kinds = [FULL, SLIDING] if windows[SLIDING] else [FULL]
     if _attention(model) == FLEX:
         return {kind: packed.block_mask(windows[kind], FLEX_TILE) for kind in kinds}
-    return {kind: _dense(model, packed.dense(windows[kind])) for kind in kinds}
+    return {kind: _mask(packed.dense(windows[kind])) for kind in kinds}
 
 
 def _segmented(
@@ -178,10 +179,10 @@ def _segment_masks(model: PreTrainedModel, segment: Segment, rows: torch.Tensor)
     """``[1, 1, rows, in view + rows]``: everything in view, and what of the segment is not later."""
     keys = torch.cat([torch.tensor(segment.view_rows, dtype=rows.dtype, device=rows.device), rows])
     seen = keys[None] <= rows[:, None]
-    masks = {FULL: _dense(model, seen)}
+    masks = {FULL: _mask(seen)}
     window = window_of(model)
     if window:
-        masks[SLIDING] = _dense(model, seen & (rows[:, None] - keys[None] < window))
+        masks[SLIDING] = _mask(seen & (rows[:, None] - keys[None] < window))
     return masks
 
 
@@ -243,7 +244,7 @@ class _RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
     """One row that sees itself: a number that depends on all weights that a pass uses."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    alone = _dense(model, torch.ones(1, 1, dtype=torch.bool, device=model.device))
+    alone = _mask(torch.ones(1, 1, dtype=torch.bool, device=model.device))
     return forward(model, token, token, {FULL: alone, SLIDING: alone}).float().mean()
 
 
@@ -266,13 +267,9 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         )
 
 
-def _dense(model: PreTrainedModel, seen: torch.Tensor) -> torch.Tensor:
-    """bool ``[queries, keys]`` as the model takes it, ``[1, 1, queries, keys]``: eager attention adds it."""
-    if _attention(model) != "eager":
-        return seen[None, None]
-    dtype = model.dtype
-    closed = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return closed.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+def _mask(seen: torch.Tensor) -> torch.Tensor:
+    """bool ``[queries, keys]`` as one of a batch, for all heads."""
+    return seen[None, None]
 
 
 @contextlib.contextmanager

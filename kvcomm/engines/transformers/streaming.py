@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +19,9 @@ from kvcomm.engines.transformers.identity import namespace_of
 from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.namespace import Namespace
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
 
@@ -39,10 +42,12 @@ class StreamEngine:
         chunk_rows: most rows of a session in one pass, bounds the memory of the attention mask; a longer
             feed is computed in several.
         lanes_max: most sessions with a contiguous working copy of their view; see ``lanes``.
+        counts: of events and rows, in a client's metrics; its own if not given.
         decode: how steps of one token each are computed: over the working copies, or over the memory itself
             (see ``decoding``), which "auto" does on a GPU for models that allow it.
 
     Raises:
+        NotCompactable: see :func:`require_compactable`.
         UnsupportedModel: see :func:`namespace_of`.
     """
 
@@ -56,17 +61,21 @@ class StreamEngine:
         rows_max: int | None = None,
         chunk_rows: int = 1024,
         lanes_max: int = 32,
+        counts: StreamCounts | None = None,
         decode: Literal["auto", "lanes", "pages"] = "auto",
     ) -> None:
         if chunk_rows < 1 or lanes_max < 1:
             raise ValueError("chunk_rows and lanes_max must be at least 1")
+        require_compactable(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
         self.namespace = namespace or namespace_of(model, block_tokens=block_tokens)
         self.pool = BlockPool(block_count)
+        self.counts = counts or StreamCounts()
         self.paged = PagedKV(self.namespace, block_count, model.device)
         self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
+        self._swapped: WeakKeyDictionary[Session, list[memoryview]] = WeakKeyDictionary()
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
@@ -77,7 +86,9 @@ class StreamEngine:
         self._decode = PagedDecode(model, self.paged, self.rows_max, record=on_gpu) if pages else None
 
     def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
-        return Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
+        session = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
+        self.counts.watch(session)
+        return session
 
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
@@ -96,6 +107,7 @@ class StreamEngine:
                 session.commit(feed)
                 planned.pop(0)
                 self.lanes.fed(session)
+        self.counts.fed(feeds)
         return [rows[-1] for rows in logits]
 
     def feed_guess(
@@ -126,6 +138,7 @@ class StreamEngine:
                 session.commit(feed, count)
                 planned.clear()
                 self.lanes.fed(session)
+        self.counts.fed([(session, tokens[:count])])
         return logits[count - 1] if count else logits.new_zeros(0)
 
     def fork(
@@ -137,6 +150,7 @@ class StreamEngine:
         at_row: int | None = None,
     ) -> Session:
         child = session.fork(name, journal=journal, at_row=at_row)
+        self.counts.forked(child)
         full = child.full_slots // child.block_tokens
         self.paged.copy(session.table[full : len(child.table)], child.table[full:])
         return child
@@ -146,6 +160,30 @@ class StreamEngine:
 
     def load(self, block: BlockId, payload: Buffer) -> None:
         self.paged.load(block, payload)
+
+    def swap_out(self, session: Session) -> None:
+        """Give the session's blocks to others; their bytes wait in the host's memory.  Archived blocks stay.
+
+        Raises:
+            ValueError, Refused: a feed is under way, or the session is closed or swapped out.
+        """
+        payloads = [self.payload(block) for block in session.table]
+        session.swap_out()
+        self.lanes.leave(session)
+        self._swapped[session] = payloads
+
+    def swap_in(self, session: Session) -> None:
+        """Take memory for it again, and go on where it was: nothing is computed twice.
+
+        Raises:
+            ValueError: the session was not swapped out here.
+            PoolFull: no memory.  Nothing is changed then.
+        """
+        payloads = self._swapped.get(session)
+        if payloads is None:
+            raise ValueError("no bytes of that session are kept here: swap_out keeps them")
+        session.swap_in(lambda place, block: self.load(block, payloads[place]))
+        del self._swapped[session]
 
     # -- inside
 

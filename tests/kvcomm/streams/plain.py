@@ -36,8 +36,8 @@ class PlainEngine:
         self._rows[session] = []
         return session
 
-    def fork(self, session: Session, name: bytes, journal=lambda event: None) -> Session:
-        child = session.fork(name, journal)
+    def fork(self, session: Session, name: bytes, *, journal=lambda event: None) -> Session:
+        child = session.fork(name, journal=journal)
         self._rows[child] = self._rows[session]
         return child
 

@@ -1,58 +1,54 @@
 """Rollouts to test with: who cuts what and when, written through any engine.
 
-The drivers decide the cuts themselves, in a few dumb lines, so that a fault of a policy or of a generator is
+The scripts decide the cuts themselves, in a few dumb lines, so that a fault of a policy or of a generator is
 not repeated here.  An engine is whatever has ``namespace``, ``session()`` and ``feed([(session, tokens)])``.
+A script is a generator that yields what it wants fed; :func:`written` runs several side by side, so that all
+of a test's rollouts come from batches of different views and lengths.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.replay import log_probabilities
-from kvcomm.streams.rollout import Rollout, Sample, Sampling
+from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
 
 PLAIN = Sampling()
 FILLER = 3
 """The pad token of the tests' models."""
 
+Steps = Iterator[list[int]]
+"""Tokens to feed, one forward pass after the other."""
 
-@dataclass
+
 class Writer:
     """Feeds and samples one rollout."""
 
-    engine: Any
-    sampling: Sampling = PLAIN
-    seed: int = 1
-    name: str = "rollout"
-    samples: list[Sample] = field(default_factory=list)
-    filler_rows: list[int] = field(default_factory=list)
-    engine_logits: list[torch.Tensor] = field(default_factory=list)
-    """Of each sample, float32 ``[vocab_size]``, before its sampling's processing."""
-
-    def __post_init__(self) -> None:
-        self.session: Session = self.engine.session()
-        self.generator = torch.Generator().manual_seed(self.seed)
+    def __init__(
+        self, engine: Any, name: str = "rollout", *, sampling: Sampling = PLAIN, seed: int = 1
+    ) -> None:
+        self.session: Session = engine.session()
+        self.recorder = Recorder(self.session, name)
+        self.sampling = sampling
+        self.generator = torch.Generator().manual_seed(seed)
         self.logits = torch.empty(0)
+        """After the last row, float32 ``[vocab_size]``."""
+        self._sampled: list[torch.Tensor] = []
 
     @property
-    def block(self) -> int:
-        return self.engine.namespace.block_tokens
+    def rollout(self) -> Rollout:
+        return self.recorder.rollout()
 
-    def up(self, slots: int) -> int:
-        return -(-slots // self.block) * self.block
-
-    def down(self, slots: int) -> int:
-        return slots // self.block * self.block
-
-    def feed(self, tokens: Sequence[int]) -> None:
-        (logits,) = self.engine.feed([(self.session, list(tokens))])
-        self.logits = logits.float().cpu()
+    @property
+    def engine_logits(self) -> torch.Tensor:
+        """Before its sampling's processing, float32 ``[samples, vocab_size]``."""
+        return torch.stack(self._sampled)
 
     def sample(self) -> int:
         log_probs = log_probabilities(self.logits, self.sampling)
@@ -60,35 +56,47 @@ class Writer:
             token = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
         else:
             token = int(log_probs.argmax())
-        self.session.sampled(token)
-        row = self.session.next_row - 1
-        self.samples.append(Sample(row, token, float(log_probs[token]), self.sampling))
-        self.engine_logits.append(self.logits)
+        self.recorder.sampled(token, float(log_probs[token]), self.sampling)
+        self._sampled.append(self.logits)
         return token
 
-    def fill(self) -> list[int]:
-        """Filler that ends the block which one more token would leave open."""
-        count = -(self.session.slot_count + 1) % self.block
-        first = self.session.next_row + 1
-        self.filler_rows += range(first, first + count)
-        return [FILLER] * count
+    def end(self, last: Sequence[int], *, padded: bool) -> Steps:
+        """The ``last`` tokens of a message, and filler that ends their block."""
+        count = -(self.session.slot_count + len(last)) % self.session.block_tokens if padded else 0
+        yield [*last, *[FILLER] * count]
+        self.recorder.filler(count)
 
-    def rollout(self) -> Rollout:
-        events = tuple(self.session.events)
-        return Rollout(
-            name=self.name,
-            namespace=bytes(32),
-            block_tokens=self.block,
-            tokens=tuple(self.session.tokens),
-            filler_rows=tuple(self.filler_rows),
-            events=events,
-            samples=tuple(self.samples),
-            event_count=len(events),
-            view_digest=self.session.view.digest,
-        )
+    def up(self, slots: int) -> int:
+        block = self.session.block_tokens
+        return -(-slots // block) * block
+
+    def down(self, slots: int) -> int:
+        return slots // self.session.block_tokens * self.session.block_tokens
 
 
-def tokens(count: int, seed: int) -> list[int]:
+Script = Callable[[Writer], Steps]
+
+
+def written(engine: Any, scripts: Mapping[str, Script], *, sampling: Sampling = PLAIN) -> dict[str, Writer]:
+    """All scripts at once, by name: each pass feeds all that are not done."""
+    writers = {name: Writer(engine, name, sampling=sampling, seed=at + 1) for at, name in enumerate(scripts)}
+    running = {name: scripts[name](writer) for name, writer in writers.items()}
+    asked = {name: next(steps) for name, steps in running.items()}
+    while asked:
+        names = list(asked)
+        for name, logits in zip(
+            names, engine.feed([(writers[n].session, asked[n]) for n in names]), strict=True
+        ):
+            writers[name].logits = logits.float().cpu()
+            tokens = next(running[name], None)
+            if tokens is None:
+                del asked[name]
+            else:
+                asked[name] = tokens
+    return writers
+
+
+def text(count: int, seed: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(4, 512) for _ in range(count)]
 
@@ -96,7 +104,7 @@ def tokens(count: int, seed: int) -> list[int]:
 def conversation(turn_count: int, seed: int = 7) -> list[tuple[list[int], int]]:
     """By turn: the user's tokens, and how many the model answers."""
     draw = random.Random(seed)
-    return [(tokens(draw.randint(9, 30), seed + turn), draw.randint(7, 25)) for turn in range(turn_count)]
+    return [(text(draw.randint(9, 30), seed + turn), draw.randint(7, 25)) for turn in range(turn_count)]
 
 
 def windowed(
@@ -108,10 +116,10 @@ def windowed(
     stride: int = 48,
     protected: int | None = None,
     chunk: int | None = None,
-) -> Writer:
+) -> Steps:
     """The oldest ``stride`` slots go whenever more than ``window`` are in view, also between the chunks of a
     prompt."""
-    session, text = writer.session, tokens(prompt, 5)
+    session, tokens = writer.session, text(prompt, 5)
     session.protect(prompt if protected is None else protected)
 
     def cut() -> None:
@@ -121,14 +129,12 @@ def windowed(
 
     step = chunk or prompt
     for start in range(0, prompt, step):
-        writer.feed(text[start : start + step])
+        yield tokens[start : start + step]
         cut()
-    token = writer.sample()
     for _ in range(count - 1):
-        writer.feed([token])
+        yield [writer.sample()]
         cut()
-        token = writer.sample()
-    return writer
+    writer.sample()
 
 
 def turned(
@@ -140,7 +146,7 @@ def turned(
     padded: bool = True,
     contiguous: bool = True,
     restores: int = 0,
-) -> Writer:
+) -> Steps:
     """Whole turns go at the admission of the next message, before its first token is fed.
 
     Args:
@@ -149,11 +155,7 @@ def turned(
         restores: every other cut is archived, and so many come back from the third cut on.
     """
     session, draw = writer.session, random.Random(11)
-    system = tokens(37, 3)
-    if padded:
-        writer.filler_rows += range(len(system), writer.up(len(system)))
-        system += [FILLER] * (writer.up(len(system)) - len(system))
-    writer.feed(system)
+    yield from writer.end(text(37, 3), padded=padded)
     session.protect(session.slot_count)
     cuts = 0
     for user, answer in conversation(turn_count):
@@ -164,13 +166,11 @@ def turned(
             restores -= 1
             session.restore(next(iter(session.archive)))
         start = session.slot_count
-        writer.feed(user)
+        yield user
         for _ in range(answer - 1):
-            writer.feed([writer.sample()])
-        last = writer.sample()
-        writer.feed([last, *(writer.fill() if padded else [])])
+            yield [writer.sample()]
+        yield from writer.end([writer.sample()], padded=padded)
         session.end_turn(start)
-    return writer
 
 
 def _cut_turns(writer: Writer, chosen: Sequence[int], *, archive: bool) -> int:
@@ -192,13 +192,15 @@ def _cut_turns(writer: Writer, chosen: Sequence[int], *, archive: bool) -> int:
     return 1
 
 
-SCENARIOS: dict[str, Callable[[Writer], Writer]] = {
+def with_settings(script: Callable[..., Steps], **settings: Any) -> Script:
+    return lambda writer: script(writer, **settings)
+
+
+SCENARIOS: dict[str, Script] = {
     "window": windowed,
-    "chunked": lambda writer: windowed(
-        writer, prompt=300, count=120, window=160, stride=64, protected=40, chunk=48
-    ),
+    "chunked": with_settings(windowed, prompt=300, count=120, window=160, stride=64, protected=40, chunk=48),
     "turns": turned,
-    "unpadded": lambda writer: turned(writer, padded=False),
-    "scattered": lambda writer: turned(writer, contiguous=False),
-    "restored": lambda writer: turned(writer, restores=2),
+    "unpadded": with_settings(turned, padded=False),
+    "scattered": with_settings(turned, contiguous=False),
+    "restored": with_settings(turned, restores=2),
 }

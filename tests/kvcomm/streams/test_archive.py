@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvcomm.errors import NamespaceError, PoolFull
+from kvcomm.streams.admission import Admission, Granted, Place
 from kvcomm.streams.archive import Archive, SpanLost, repeat
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.events import Event, SpanId
@@ -253,4 +254,32 @@ def test_fault_b14_every_session_that_wants_a_span_back_gets_it() -> None:
             session.close()
         running = []
     assert not waiting and turned_away > 32
+    assert engine.pool.free_count == engine.pool.block_count
+
+
+def test_fault_b14_in_line_for_room_everybody_is_served_in_turn() -> None:
+    """The same through ``Admission``: who waits holds nothing, and nobody is overtaken."""
+    cluster, engine = Cluster(), ByteEngine(NAMESPACE, 32 * 4 + 3 * 3)
+    away = archive(cluster, engine)
+    line = Admission(engine.pool, waiting_max=32, spare_blocks=3)
+    asking: dict[Place, tuple[Session, SpanId]] = {}
+    for seed in range(32):
+        session, span = with_span(engine, seed)
+        assert run(away.put_away(session, span)).moved
+        asking[line.ask(2, now=0.0, deadline=100.0)] = (session, span)
+    order = list(asking)
+    served: list[Place] = []
+    for now in range(1, 40):
+        running = []
+        for granted in line.serve(float(now)):
+            assert isinstance(granted, Granted)
+            session, span = asking.pop(granted.place)
+            assert isinstance(run(away.bring_back(session, span, room=granted.blocks)), Event)
+            served.append(granted.place)
+            running.append(session)
+        for session in running:
+            engine.generate(session, 2)
+            session.close()
+        engine.pool.check()
+    assert served == order and not asking
     assert engine.pool.free_count == engine.pool.block_count

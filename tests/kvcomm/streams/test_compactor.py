@@ -295,6 +295,41 @@ def test_a_stride_that_is_not_in_whole_blocks_is_refused(policy: WindowFifo | Ra
     Compactor(stream(0, block_tokens=8)[1], policy)
 
 
+def by_counting(
+    window: int, stride: int, protect: int, size: int, chunks: list[int]
+) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """Cuts of a window, from numbers alone."""
+    found: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    first = -(-protect // size) * size
+    rows = slots = 0
+    for count in chunks:
+        rows, slots = rows + count, slots + count
+        while first <= window < slots and slots // size * size >= first + stride:
+            found.append((rows, ((first, first + stride),)))
+            slots -= stride
+    return found
+
+
+@pytest.mark.slow
+@given(
+    size=st.sampled_from([1, 2, 4, 16]),
+    window=st.integers(3, 9),
+    stride=st.integers(1, 2),
+    odd=st.integers(0, 15),
+    protect=st.integers(0, 100),
+    chunks=st.lists(st.integers(1, 70), max_size=20),
+)
+def test_a_window_cuts_where_counting_says(size, window, stride, odd, protect, chunks):
+    window, stride = window * size + odd % size, stride * size
+    session = SymbolicEngine(size, block_count=2_000).session()
+    session.protect(protect)
+    compactor = Compactor(session, WindowFifo(window, stride, first=0))
+    for count in chunks:
+        session.commit(session.plan([1] * count))
+        compactor.after_forward()
+    assert cuts(session.events) == by_counting(window, stride, protect, size, chunks)
+
+
 POLICIES: list[Callable[[int], WindowFifo | RandomBlocks | HeavyHitter]] = [
     lambda size: WindowFifo(8 * size, 2 * size, first=0),
     lambda size: RandomBlocks(8 * size, 2 * size, recent=size, first=3, seed=5),

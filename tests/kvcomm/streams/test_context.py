@@ -12,7 +12,7 @@ from kvcomm.errors import Corrupt, NamespaceError, TooLarge
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
 from kvcomm.streams.context import StreamContext, newest
-from kvcomm.streams.events import SpanId
+from kvcomm.streams.events import Run, SpanId
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
 from tests.kvcomm.streams.pasts import NAMESPACE, told
@@ -125,7 +125,7 @@ def test_bytes_that_are_whole_and_not_canonical_are_refused() -> None:
     context = context_of(told(6))
     split = context.view_runs[0]
     doubled = replace(
-        context, view_runs=((split[0], 1), (split[0] + 1, split[1] - 1), *context.view_runs[1:])
+        context, view_runs=(Run(split[0], 1), Run(split[0] + 1, split[1] - 1), *context.view_runs[1:])
     )
     with pytest.raises(Corrupt):
         StreamContext.decode(doubled.encode()).verify(NAMESPACE)

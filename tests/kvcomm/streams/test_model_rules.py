@@ -24,7 +24,7 @@ LLAMA: dict[str, Any] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_parameters": None, "rope_scaling": None},
+        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10_000.0},
         {"rope_parameters": {"rope_theta": 10_000.0}},
         {
             "rope_parameters": {
@@ -79,6 +79,9 @@ def test_edge_10_full_and_sliding_layers_share_one_block_table():
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"alibi": True}, "ALiBi"),
         ({"is_encoder_decoder": True}, "an encoder-decoder"),
+        ({"rope_parameters": None}, "no rotary positions"),
+        ({"mamba_d_state": 16, "mamba_expand": 2}, r"recurrent layers \(mamba_d_state, mamba_expand\)"),
+        ({"block_types": ["recurrent"], "lru_width": 256}, "recurrent layers"),
     ],
 )
 def test_edge_10_layers_that_one_block_table_cannot_express_are_refused(facts: dict[str, Any], why: str):

@@ -3,6 +3,7 @@
 import pytest
 
 from kvcomm.errors import TokenError
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import ROOT_DIGEST
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.recorder import Recorder
@@ -140,10 +141,30 @@ def test_edge_15_a_fork_inherits_samples_and_learns_from_them_once():
     assert all(each.loss for each in kept.samples)
 
 
+def test_edge_15_a_fork_of_an_earlier_row_forgets_what_came_after():
+    parent = recorder([1, 2, 3])
+    parent.sampled(4, -0.5, PLAIN)
+    feed(parent.session, [4, 0])
+    parent.filler(1)
+    parent.sampled(6, -0.25, PLAIN)
+    feed(parent.session, [6, 0])
+    parent.filler(1)
+    session = parent.session.fork(bytes(32), at_row=5)
+    child = parent.fork(session, "repair", loss=True)
+    assert [each.token for each in child.samples] == [4]
+    assert child.filler_rows == [4]
+    child.sampled(7, -0.5, PLAIN)  # another token than the parent's, of the same row
+    feed(session, [7])
+    assert child.rollout().tokens == (1, 2, 3, 4, 0, 7)
+
+
 def test_edge_22_rows_of_a_lost_span_are_said_to_be_repetitions():
     writing = recorder([1, 2, 3, 4])
+    writing.counts = StreamCounts()
     feed(writing.session, [1, 2])
     writing.repeated(2)
+    counted = writing.counts.metrics.snapshot()
+    assert counted['kvcomm_streams_rows_total{what="reprefilled"}'] == 2
     found = writing.rollout()
     assert found.repeated_rows == (4, 5)
     assert found.text() == (1, 2, 3, 4)

@@ -13,7 +13,8 @@ from kvcomm.errors import Corrupt, TokenError
 from kvcomm.streams.events import ROOT_DIGEST, Event, SlotRange, SpanId, ViewDigest
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of
-from kvcomm.streams.view import Visibility
+from kvcomm.streams.rollout_codec import decode, encode
+from kvcomm.streams.view import Visibility, weights_runs
 from tests.kvcomm.streams.stories import Story, story
 
 seeds = st.integers(0, 10_000)
@@ -203,16 +204,20 @@ def test_edge_20_what_nobody_can_draw_with_is_refused(parts: dict[str, Any]):
         Sampling(**parts)
 
 
-def test_edge_17_rows_carry_the_version_of_their_weights():
+def test_edge_17_rows_carry_the_version_of_their_weights_to_the_trainer():
     telling = Story(7)
     start = telling.session.next_row
-    assert telling.recorder.rollout().weights() == [(0, 0)]
     telling.session.set_weights(3)
     telling.prompt(5)
     telling.session.set_weights(4)
     telling.session.set_weights(5)
     telling.prompt(1)
-    assert telling.recorder.rollout().weights() == [(0, 0), (start, 3), (start + 5, 5)]
+    sent = decode(encode(telling.recorder.rollout()))
+    assert weights_runs(sent.row_count, sent.events) == [
+        (0, (0, start)),
+        (3, (start, 5)),
+        (5, (start + 5, 1)),
+    ]
 
 
 def test_edge_18_text_is_what_is_left_without_fillers_and_repetitions():

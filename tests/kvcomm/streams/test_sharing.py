@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kvcomm.aio import AsyncClient
 from kvcomm.block import BlockHeader
+from kvcomm.client import Client
 from kvcomm.errors import Conflict, Corrupt, NamespaceError, PoolFull, Refused, Unavailable
 from kvcomm.namespace import TenantDigest
+from kvcomm.rpc import AsyncPeers, Peers
 from kvcomm.stateplane import record_name
 from kvcomm.streams import context as contexts
+from kvcomm.streams.archive import Archive
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.events import Event
@@ -21,6 +27,7 @@ from kvcomm.streams.sharing import Missing
 from tests.kvcomm.streams.byte_engine import ByteEngine
 from tests.kvcomm.streams.clusters import TENANT, Cluster
 from tests.kvcomm.test_blockplane import run
+from tests.kvcomm.test_client import IDENTITY
 from tests.namespaces import namespace
 
 NAMESPACE = namespace(block_tokens=4, vocab_size=100).for_tenant(TENANT)
@@ -374,3 +381,96 @@ def test_fillers_and_repetitions_travel() -> None:
     assert context.filler_runs == ((4, 2),) and context.repeated_runs == ()
     assert StreamContext.decode(context.encode()) == context
     assert len(context.encode()) < contexts.CONTEXT_BYTES_MAX
+
+
+def test_a_session_without_its_bytes_cannot_be_published() -> None:
+    cluster, maker = Cluster(), engine()
+    session = compacted(maker)
+    session.swap_out()
+    with pytest.raises(ValueError, match="not in memory"):
+        run(cluster.sharing().publish(session, maker, "planner", "main"))
+
+
+def test_a_journal_that_refuses_the_past_leaves_nothing_behind() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    run(cluster.sharing().publish(compacted(maker), maker, "planner", "main"))
+
+    def full(event: Event) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        run(cluster.sharing().adopt(taker, "planner", "main", journal=full))
+    assert taker.pool.free_count == taker.pool.block_count
+
+
+def test_a_span_that_was_dropped_for_good_is_not_adopted() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker)
+    kept, dropped = (session.evict([(4, 8)], archive=True).span for _ in range(2))
+    session.drop_archived(dropped, moved=False)
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    other = adopted(cluster, taker)
+    assert set(other.archive) == {kept}
+    assert other.archive[kept].keys == session.archive[kept].keys
+    assert isinstance(run(Archive(cluster.sharing(), taker, bytes_max=0).bring_back(other, kept)), Event)
+
+
+def test_cutting_while_others_read_does_not_pull_blocks_from_under_a_transfer() -> None:
+    cluster, maker = Cluster(), engine()
+    session = compacted(maker)
+    table = chain_of(NAMESPACE, session.tokens, session.events).table
+    was = {known.key: bytes(maker.payload(block)) for block, known in zip(session.table, table, strict=False)}
+    steps = cluster.sharing().publish(session, maker, "planner", "main")
+    get = cluster.records.record_get
+
+    def cut_meanwhile(keys: Any, least: Any) -> Any:
+        session.close()
+        stranger = maker.session()
+        maker.feed([(stranger, [1] * 4 * maker.pool.free_count)])
+        return get(keys, least)
+
+    cluster.records.record_get = cut_meanwhile  # type: ignore[method-assign, assignment]
+    assert run(steps).complete
+    assert {key: cluster.tier.held[key][256:] for key in was} == was
+
+
+# -- the clients' faces
+
+
+def test_both_clients_publish_adopt_and_restore() -> None:
+    cluster, maker = Cluster(), engine()
+    session = compacted(maker)
+    span = session.evict([(4, 8)], archive=True).span
+    with client(cluster) as kv:
+        assert kv.bind(namespace(block_tokens=4, vocab_size=100)).id == NAMESPACE.id
+        assert kv.archive(maker, bytes_max=0).settle([session])[0].moved
+        assert kv.agent("planner").stream("main").publish(session, maker).complete
+        assert kv.agent("other").stream_of("planner", "main").context().row_count == session.next_row
+    expected = maker.generate(session, 9)
+
+    async def ask() -> None:
+        async with async_client(cluster) as kv:
+            taker = engine()
+            stream = kv.agent("other").stream_of("planner", "main")
+            assert (await stream.context()).events == tuple(session.events)
+            other = await stream.adopt(taker)
+            assert isinstance(other, Session) and taker.generate(other, 9) == expected
+            spans = kv.archive(taker, bytes_max=0)
+            assert isinstance(await spans.bring_back(other, span), Event)
+            assert await spans.settle([other]) == []
+            event = other.evict([(4, 8)], archive=True)
+            assert (await spans.put_away(other, event.span)).moved
+            assert (await kv.agent("other").stream("mine").publish(other, taker)).complete
+
+    asyncio.run(ask())
+
+
+def client(cluster: Cluster) -> Client:
+    return Client(cluster.operations(), Peers(IDENTITY), lambda: {}, lambda: None)
+
+
+def async_client(cluster: Cluster) -> AsyncClient:
+    async def close() -> None:
+        return
+
+    return AsyncClient(cluster.operations(), AsyncPeers(IDENTITY), lambda: {}, close)

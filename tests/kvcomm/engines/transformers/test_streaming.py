@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import PoolFull
+from kvcomm.metrics import Metrics
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.session import Session
 from kvcomm.streams.view import visibility
 from tests.models import STREAM_MODEL_KINDS, VOCAB_SIZE, StreamModelKind, stream_model
@@ -232,3 +234,20 @@ def test_sessions_that_lose_their_lanes_go_on_as_before():
     for session in sessions[0]:
         (logits,) = engines[0].feed([(session, [9])])
         torch.testing.assert_close(logits, replayed(engines[0].model, session)[-1], atol=CLOSE, rtol=0)
+
+
+def test_events_and_rows_are_counted_in_a_clients_metrics():
+    metrics = Metrics("client")
+    engine = engine_of("llama gqa", counts=StreamCounts(metrics))
+    one, two = engine.session(), engine.session()
+    engine.feed([(one, drawn(1, 50)), (two, drawn(2, 20))])
+    one.evict([(16, 32)])
+    child = engine.fork(one, bytes(32))
+    child.evict([(0, 16)])
+    engine.feed_guess(two, drawn(3, 4), lambda logits: 1)
+    seen = metrics.snapshot()
+    assert seen['kvcomm_streams_rows_total{what="fed"}'] == 71
+    assert seen['kvcomm_streams_rows_total{what="evicted"}'] == 32
+    assert seen['kvcomm_streams_events_total{kind="evict"}'] == 2
+    assert seen['kvcomm_streams_events_total{kind="fork"}'] == 1
+    assert seen["kvcomm_streams_live_slots"] == 21

@@ -1,0 +1,422 @@
+"""``Stream`` and ``generate``: rollouts written by an engine, one or many at a time, each cut when its policy
+says so.
+
+The order of one step, for every stream of a batch::
+
+    one pass for all ─► scan ─► observe ─► sample ─► stop? ─ no ─► cut ─► next pass
+                                                      └─ yes ─► finish: [last token, filler] in the next
+                                                                pass, no cut before the next message
+
+A cut happens between two passes, so streams of one batch are cut at different rows, and a token that was
+sampled is the first row behind the cut that follows.  A stream that stopped is not cut until its next message
+is admitted.
+
+Where the memory is full the newest streams of the batch are swapped out, bytes and all, and go on when others
+are done: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvcomm.engines.transformers.attention import Watch
+from kvcomm.engines.transformers.sampling import draw
+from kvcomm.engines.transformers.streaming import StreamEngine
+from kvcomm.errors import PoolFull
+from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.conversation import Conversation, Markup
+from kvcomm.streams.events import Event
+from kvcomm.streams.policies.full import Full
+from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.rollout import Rollout, Sampling
+from kvcomm.streams.session import Session
+
+Stop = Literal["token", "length", "rows"]
+"""Why an answer ended: a stop token; ``max_new_tokens``; the model's length limit (``Session.rows_max``)."""
+
+PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What others say to a stream.
+
+    Messages are token ids, each with its end and separator where the stream has a ``Markup``.
+    """
+
+    messages: Sequence[Sequence[int]]
+    generation_prefix: Sequence[int] = ()
+    """What makes the model answer."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one stream wrote."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Sampled, the stop token included."""
+    logprobs: list[float] = field(default_factory=list)
+    stop: Stop | None = None
+    """``None`` = it goes on."""
+    filler_count: int = 0
+    """Rows fed behind it to end its block: nobody's text."""
+
+
+def _no_journal(event: Event) -> None:
+    pass
+
+
+class Stream:
+    """One rollout.
+
+    Args:
+        engine: who computes it.
+        name: of the rollout.
+        policy: what to cut; nothing if not given.
+        markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
+        sampling: how tokens are drawn.
+        seed: of the draw.
+        archive: keep what is cut, to bring it back.
+        filler_rows_max: see ``Conversation``.
+        session: to go on with, of ``engine``; a new one if not given.
+        journal: of the new session.
+
+    Raises:
+        ConfigError: the policy does not fit the engine's blocks.
+    """
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        name: str,
+        *,
+        policy: Policy | None = None,
+        markup: Markup | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        seed: int = 0,
+        archive: bool = False,
+        filler_rows_max: int | None = None,
+        session: Session | None = None,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> None:
+        self.session = session or engine.session(journal=journal)
+        self.compactor = Compactor(self.session, policy or Full(), archive=archive)
+        self.recorder = Recorder(self.session, name)
+        self.conversation: Conversation | None = None
+        if markup is not None:
+            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+        self.sampling = sampling
+        self.logits: torch.Tensor | None = None
+        """After the last row, float32 ``[vocab_size]``."""
+        self.answer: Answer | None = None
+        """Under way."""
+        self.finished = False
+        """The answer's last row has K/V."""
+        self._finishing = self._cut_due = False
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def rollout(self) -> Rollout:
+        """As it is now."""
+        return self.recorder.rollout()
+
+    def close(self) -> None:
+        """Let go of all memory; idempotent."""
+        self.session.close()
+
+    # -- the parts of a step, for who drives it
+
+    def admit(self, prompt: Prompt) -> list[int]:
+        """Cut what has to go before ``prompt``, and say what to feed."""
+        self.compactor.at_admission()
+        self._cut_due = self.finished = False
+        if self.conversation is None:
+            return [token for part in (*prompt.messages, prompt.generation_prefix) for token in part]
+        return [*self.conversation.admit(prompt.messages, prompt.generation_prefix).tokens]
+
+    @property
+    def goes_on_uncut(self) -> bool:
+        """Whether an answer follows an answer without a prompt between them, which would have been the moment
+        to cut."""
+        return self.answer is None and self.compactor.stopped
+
+    def begin_answer(self) -> None:
+        """Go on with one that was interrupted, or begin one."""
+        if self.goes_on_uncut:
+            self.compactor.at_admission()
+        if self.answer is None:
+            self.answer, self.finished = Answer(), False
+
+    def cut(self) -> None:
+        """What the last pass made too much goes, before the next one."""
+        if self._cut_due:
+            self._cut_due = False
+            self.compactor.after_forward()
+
+    def committed(self, logits: torch.Tensor, watch: Watch | None) -> None:
+        """A pass is done."""
+        self.logits, self._cut_due = logits, True
+        self.finished, self._finishing = self._finishing, False
+        self._read()
+        if watch is not None and self.compactor.query_rows is not None:
+            self.compactor.observe(watch.mass(self.session), watch.row_count(self.session))
+
+    def uniform(self) -> float:
+        """The next number of the draw."""
+        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+
+    def finish(self, end: int | None) -> list[int]:
+        """The answer is complete: what to feed before it is reported."""
+        self.compactor.stop()
+        if self.conversation is None:
+            tokens = [] if self.session.pending is None else [self.session.pending]
+        else:
+            chunk = self.conversation.finish(end)
+            tokens = [*chunk.tokens]
+            if self.answer is not None:
+                self.answer.filler_count = len(chunk.filler)
+        self._finishing, self.finished = bool(tokens), not tokens
+        return tokens
+
+    def withdraw(self) -> None:
+        """What was to be fed and was not will not be."""
+        self._finishing = False
+        if self.conversation is not None and not self.session.closed:
+            self._read()
+            self.conversation.withdraw()
+
+    def _read(self) -> None:
+        if self.conversation is not None:
+            self.conversation.scan()
+            laid = self.conversation.filler_rows[len(self.recorder.filler_rows) :]
+            self.recorder.filler_at([row for row in laid if row < self.session.next_row])
+
+
+def prefill(
+    engine: StreamEngine,
+    prompts: Sequence[tuple[Stream, Prompt]],
+    *,
+    chunk_rows: int = PREFILL_ROWS,
+) -> None:
+    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.
+
+    Args:
+        chunk_rows: most rows of a stream in one pass.
+
+    Raises:
+        ValueError: a prompt is empty, or does not fit its stream's markup; a stream stands twice, or its
+            answer is not finished.
+        Refused: more rows than the model takes.
+        PoolFull: not even one of them fits with what others hold.  Rows that were fed stay.
+    """
+    if chunk_rows < 1:
+        raise ValueError("chunk_rows must be at least 1")
+    batch = _Batch(engine, [stream for stream, _ in prompts])
+    try:
+        rest: dict[Stream, list[int]] = {}
+        for stream, prompt in prompts:
+            batch.bring_in(stream)
+            rest[stream] = stream.admit(prompt)
+        while rest:
+            for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
+                rest[stream] = rest[stream][chunk_rows:]
+            rest = {stream: tokens for stream, tokens in rest.items() if tokens}
+    except BaseException:
+        for stream, _ in prompts:
+            stream.withdraw()
+        raise
+
+
+def generate(
+    engine: StreamEngine,
+    streams: Sequence[Stream],
+    max_new_tokens: int,
+    *,
+    stop: Collection[int] | None = None,
+    end: int | None = None,
+    loss: bool = True,
+) -> list[Answer]:
+    """Let the streams answer their prompts, all in one batch.
+
+    Args:
+        streams: prefilled.
+        max_new_tokens: of each.
+        stop: an answer ends with one of these; if not given, with what ends a message of its stream.
+        end: fed behind an answer that a limit cut short, to end its message.
+        loss: whether a trainer learns from these tokens.
+
+    Raises:
+        ValueError: a stream is not prefilled, or stands twice.
+        PoolFull: not even one of them fits with what others hold.  What was sampled is kept: make room and
+            call this again.
+    """
+    limits = _Limits(max_new_tokens, stop, end, loss)
+    batch = _Batch(engine, streams)
+    if any(stream.logits is None for stream in streams):
+        raise ValueError("prefill a stream before it generates")
+    for stream in streams:
+        if stream.goes_on_uncut:
+            batch.bring_in(stream)
+        stream.begin_answer()
+    ready, wanted = list(streams), dict[Stream, list[int]]()
+    try:
+        while ready:
+            wanted |= limits.next_tokens(ready)
+            ready = batch.feed(wanted)
+            for stream in ready:
+                del wanted[stream]
+    except BaseException:
+        for stream in streams:
+            stream.withdraw()
+        raise
+    answers = [stream.answer for stream in streams if stream.answer is not None]
+    for stream in streams:
+        stream.answer = None
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """When answers end."""
+
+    max_new_tokens: int
+    stop: Collection[int] | None
+    end: int | None
+    loss: bool
+
+    def next_tokens(self, streams: Sequence[Stream]) -> dict[Stream, list[int]]:
+        """What to feed next; those who need nothing more are not there."""
+        for stream in streams:
+            self._stop_at_limit(stream)
+        self._sample([stream for stream in streams if self._draws(stream)])
+        return {stream: tokens for stream in streams if (tokens := self._tokens(stream))}
+
+    def _tokens(self, stream: Stream) -> list[int]:
+        answer, pending = stream.answer, stream.session.pending
+        assert answer is not None
+        if answer.stop is None:
+            assert pending is not None
+            return [pending]
+        if stream.finished:
+            return []
+        return stream.finish(self.end if answer.stop != "token" else None)
+
+    def _draws(self, stream: Stream) -> bool:
+        """Whether it goes on, and has no token from before memory ran out."""
+        return stream.answer is not None and stream.answer.stop is None and stream.session.pending is None
+
+    def _stop_at_limit(self, stream: Stream) -> None:
+        answer, session = stream.answer, stream.session
+        if answer is None or answer.stop is not None or session.pending is not None:
+            return
+        if len(answer.tokens) >= self.max_new_tokens:
+            answer.stop = "length"
+        elif session.next_row >= session.rows_max:  # a token without a row would never have K/V
+            answer.stop = "rows"
+
+    def _sample(self, streams: Sequence[Stream]) -> None:
+        if not streams:
+            return
+        logits = torch.stack([stream.logits for stream in streams if stream.logits is not None])
+        drawn = draw(
+            logits, [stream.sampling for stream in streams], [stream.uniform() for stream in streams]
+        )
+        for stream, (token, logprob) in zip(streams, drawn, strict=True):
+            stream.recorder.sampled(token, logprob, stream.sampling, self.loss)
+            answer = stream.answer
+            assert answer is not None
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+            if token in self._stops(stream):
+                answer.stop = "token"
+            elif len(answer.tokens) >= self.max_new_tokens:
+                answer.stop = "length"
+
+    def _stops(self, stream: Stream) -> Collection[int]:
+        if self.stop is not None or stream.conversation is None:
+            return self.stop or ()
+        return stream.conversation.markup.ends
+
+
+class _Batch:
+    """Streams that share the memory: the first ones run, the last ones give way.
+
+    Raises:
+        ValueError: a stream stands twice.
+    """
+
+    def __init__(self, engine: StreamEngine, streams: Sequence[Stream]) -> None:
+        if len({*streams}) < len(streams):
+            raise ValueError("a stream stands twice in a batch")
+        self._engine = engine
+        self._streams = streams
+
+    def feed(self, wanted: Mapping[Stream, Sequence[int]]) -> list[Stream]:
+        """One pass for as many as the memory holds; who was fed.
+
+        Raises:
+            PoolFull: it does not hold one.
+        """
+        if not wanted:
+            return []
+        self._bring_in_those_that_fit(wanted)
+        idle = [stream for stream in self._streams if stream not in wanted]
+        running = [stream for stream in wanted if stream.session.swapped is None]
+        for stream in running:
+            stream.cut()
+        while True:
+            try:
+                self._pass(running, wanted)
+            except PoolFull:
+                if self._make_room(idle):
+                    continue
+                if len(running) == 1:
+                    raise
+                self._make_room([running.pop()])  # or it holds nothing yet, and only waits
+            else:
+                return running
+
+    def bring_in(self, stream: Stream) -> None:
+        """Raises ``PoolFull`` if others must not give way."""
+        while stream.session.swapped is not None:
+            try:
+                self._engine.swap_in(stream.session)
+            except PoolFull:
+                if not self._make_room([other for other in self._streams if other is not stream]):
+                    raise
+
+    def _pass(self, running: Sequence[Stream], wanted: Mapping[Stream, Sequence[int]]) -> None:
+        rows = {
+            stream.session: count for stream in running if (count := stream.compactor.query_rows) is not None
+        }
+        watch = Watch(rows) if rows else None
+        feeds = [(stream.session, wanted[stream]) for stream in running]
+        logits = self._engine.feed(feeds, watch=watch)
+        for stream, after in zip(running, logits, strict=True):
+            stream.committed(after, watch)
+
+    def _bring_in_those_that_fit(self, wanted: Mapping[Stream, Sequence[int]]) -> None:
+        """Who was swapped out comes back when there is room for it and for the next block of everybody."""
+        pool = self._engine.pool
+        running = sum(stream.session.swapped is None for stream in wanted)
+        for stream, tokens in wanted.items():
+            session = stream.session
+            if session.swapped is None:
+                continue
+            blocks = -(-(session.slot_count + len(tokens)) // session.block_tokens)
+            if running and pool.free_count < blocks + running:
+                return
+            self.bring_in(stream)
+            running += 1
+
+    def _make_room(self, candidates: Sequence[Stream]) -> bool:
+        """Swap out the last of them that holds memory."""
+        for stream in reversed(candidates):
+            if stream.session.table:
+                self._engine.swap_out(stream.session)
+                return True
+        return False

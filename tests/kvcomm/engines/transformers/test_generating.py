@@ -1,0 +1,307 @@
+"""Streams that an engine writes, one or many at a time: a replay of their records says what they said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcomm.engines.transformers.generating import Answer, Prompt, Stream, generate, prefill
+from kvcomm.engines.transformers.replaying import replay
+from kvcomm.engines.transformers.streaming import StreamEngine
+from kvcomm.errors import PoolFull
+from kvcomm.streams.conversation import Markup
+from kvcomm.streams.mismatch import EXACT, mismatch
+from kvcomm.streams.policies.heavy_hitter import HeavyHitter
+from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.policies.snap import Snap
+from kvcomm.streams.policies.turns import WholeTurns
+from kvcomm.streams.policies.window import WindowFifo
+from kvcomm.streams.rollout import Rollout, Sampling
+from tests.kvcomm.engines.transformers.test_streaming import drawn
+from tests.models import STREAM_MODEL_KINDS, StreamModelKind, stream_model
+
+END, NEWLINE, FILLER = 2, 5, 3
+pytestmark = pytest.mark.slow
+
+CHAT = Markup(frozenset({END}), (NEWLINE,), FILLER)
+WINDOW = WindowFifo(64, 32)
+
+
+def engine_of(kind: StreamModelKind = "llama gqa", block_count: int = 128, **settings: Any) -> StreamEngine:
+    return StreamEngine(stream_model(kind), block_count, **settings)
+
+
+def message(seed: int, count: int) -> list[int]:
+    return [*drawn(seed, count - 2), END, NEWLINE]
+
+
+def plain(seed: int, count: int) -> Prompt:
+    return Prompt([drawn(seed, count)])
+
+
+def answered(engine: StreamEngine, stream: Stream, prompt: Prompt, count: int, **settings: Any) -> Answer:
+    prefill(engine, [(stream, prompt)])
+    (answer,) = generate(engine, [stream], count, **settings)
+    return answer
+
+
+def assert_exact(engine: StreamEngine, *rollouts: Rollout) -> None:
+    found = mismatch(replay(engine.model, rollouts))
+    assert not found.beyond(EXACT), str(found)
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_a_window_over_a_long_answer_is_replayed_exactly(kind):
+    engine = engine_of(kind)
+    stream = Stream(engine, "one", policy=WINDOW, seed=1)
+    answer = answered(engine, stream, plain(1, 45), 90, stop=())
+    assert len(answer.tokens) == 90 and answer.stop == "length"
+    assert [event.kind for event in stream.session.events] == ["evict"] * 3
+    rollout = stream.rollout()
+    assert [sample.token for sample in rollout.samples] == answer.tokens
+    assert [sample.logprob for sample in rollout.samples] == answer.logprobs
+    assert list(rollout.tokens[45:]) == answer.tokens  # the last one has its K/V, too
+    assert_exact(engine, rollout)
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=20),
+    Sampling(temperature=0.0),
+    Sampling(1.3, 0, 0.8),
+]
+
+
+def test_a_batch_writes_what_each_stream_writes_alone():
+    engine = engine_of("qwen3 sliding")
+
+    def streams() -> list[Stream]:
+        return [
+            Stream(engine, f"{n}", policy=WindowFifo(48 + 16 * n, 16 + 16 * (n % 2)), sampling=each, seed=n)
+            for n, each in enumerate(SAMPLINGS)
+        ]
+
+    together, alone = streams(), streams()
+    prefill(engine, [(stream, plain(n, 20 + 25 * n)) for n, stream in enumerate(together)], chunk_rows=32)
+    answers = generate(engine, together, 60, stop=())
+    for n, stream in enumerate(alone):
+        prefill(engine, [(stream, plain(n, 20 + 25 * n))], chunk_rows=32)
+        (answer,) = generate(engine, [stream], 60, stop=())
+        assert answer.tokens == answers[n].tokens
+        assert answer.logprobs == pytest.approx(answers[n].logprobs, abs=1e-4)
+        assert stream.session.events == together[n].session.events
+    rows = {tuple(event.at_row for event in stream.session.events) for stream in together}
+    assert len(rows) == len(together)  # each was cut when its own policy said so
+    assert_exact(engine, *(stream.rollout() for stream in together))
+
+
+def test_the_seed_decides_and_nothing_else():
+    engine = engine_of()
+    answers = [
+        answered(engine, Stream(engine, "x", policy=WINDOW, seed=seed), plain(1, 30), 12)
+        for seed in (3, 3, 4)
+    ]
+    assert answers[0].tokens == answers[1].tokens != answers[2].tokens
+
+
+def chat(engine: StreamEngine, stream: Stream, turn_count: int) -> list[Answer]:
+    answers = []
+    for turn in range(turn_count):
+        messages = [message(90, 21)] if not turn else []
+        prompt = Prompt([*messages, message(turn, 12 + 5 * turn)], [7, 8])
+        prefill(engine, [(stream, prompt)])
+        answers += generate(engine, [stream], 14 + turn, end=END)
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["llama gqa", "qwen3 sliding"])
+def test_whole_turns_are_cut_at_admission_and_replayed_exactly(kind):
+    engine = engine_of(kind)
+    stream = Stream(engine, "chat", policy=WholeTurns(3, 2), markup=CHAT, seed=2)
+    answers = chat(engine, stream, 7)
+    events = stream.session.events
+    assert len(events) >= 2 and {event.kind for event in events} == {"evict"}
+    rollout = stream.rollout()
+    sampled = {sample.query_row for sample in rollout.samples}
+    assert all(event.at_row not in sampled for event in events)
+    assert all(rollout.tokens[row] == FILLER for row in rollout.filler_rows)
+    assert sum(answer.filler_count for answer in answers) < len(rollout.filler_rows)
+    assert stream.session.slot_count % 16 == 0
+    assert_exact(engine, rollout)
+
+
+@pytest.mark.parametrize(
+    "policy", [HeavyHitter(64, 32, recent=16), Snap(64, 16, observed=16)], ids=["heavy hitter", "snap"]
+)
+def test_policies_that_go_by_attention_get_it_and_replay_exactly(policy: Policy):
+    engine = engine_of("qwen3")
+    streams = [Stream(engine, f"{n}", policy=policy, seed=n) for n in range(2)]
+    prefill(engine, [(stream, plain(n, 90 + 20 * n)) for n, stream in enumerate(streams)], chunk_rows=64)
+    generate(engine, streams, 40, stop=())
+    for stream in streams:
+        cuts = [each for event in stream.session.events for each in event.ranges]
+        assert cuts
+    assert_exact(engine, *(stream.rollout() for stream in streams))
+
+
+def test_edge_05_a_long_prompt_is_cut_between_its_chunks():
+    engine = engine_of()
+    stream = Stream(engine, "long", policy=WINDOW, seed=1)
+    stream.session.protect(16)
+    prefill(engine, [(stream, plain(1, 300))], chunk_rows=48)
+    rows = [event.at_row for event in stream.session.events]
+    assert rows and all(row % 48 == 0 for row in rows) and len(set(rows)) < len(rows) + 1
+    generate(engine, [stream], 20, stop=())
+    assert_exact(engine, stream.rollout())
+
+
+def test_edge_08_a_stop_token_in_the_step_that_would_cut_makes_no_event():
+    engine = engine_of()
+    probe = Stream(engine, "probe", policy=WINDOW, seed=1)
+    answer = answered(engine, probe, plain(1, 45), 40, stop=())
+    cut = probe.session.events[0].at_row
+    token = answer.tokens[cut - 45]  # drawn from the last row before the cut
+    first = answer.tokens.index(token)
+    assert first == cut - 45
+    stream = Stream(engine, "stopped", policy=WINDOW, seed=1)
+    stopped = answered(engine, stream, plain(1, 45), 40, stop={token})
+    assert stopped.tokens == answer.tokens[: first + 1] and stopped.stop == "token"
+    assert not stream.session.events and stream.session.pending is None
+    prefill(engine, [(stream, plain(2, 5))])
+    assert [event.at_row for event in stream.session.events] == [cut + 1]
+    assert_exact(engine, stream.rollout())
+
+
+def test_edge_09_the_token_that_was_sampled_before_a_cut_is_the_first_row_behind_it():
+    engine = engine_of()
+    stream = Stream(engine, "one", policy=WINDOW, seed=1)
+    answer = answered(engine, stream, plain(1, 45), 40, stop=())
+    cut = stream.session.events[0].at_row
+    rollout = stream.rollout()
+    assert rollout.samples[cut - 45].query_row == cut - 1
+    assert rollout.tokens[cut] == answer.tokens[cut - 45]
+
+
+def test_edge_19_an_answer_of_no_tokens_is_finished_and_replays():
+    engine = engine_of()
+    stream = Stream(engine, "silent", markup=CHAT)
+    prefill(engine, [(stream, Prompt([message(1, 20), message(2, 9)], [7, 8]))])
+    (answer,) = generate(engine, [stream], 0, end=END)
+    assert answer.tokens == [] and answer.stop == "length"
+    assert stream.session.slot_count % 16 == 0 and not stream.rollout().samples
+    prefill(engine, [(stream, Prompt([message(3, 9)], [7, 8]))])
+    (answer,) = generate(engine, [stream], 5, end=END)
+    assert len(answer.tokens) <= 5
+    assert_exact(engine, stream.rollout())
+
+
+def test_edge_12_rows_run_out_although_few_are_in_view():
+    engine = engine_of(rows_max=100)
+    stream = Stream(engine, "long", policy=WINDOW, seed=1)
+    answer = answered(engine, stream, plain(1, 45), 500, stop=())
+    assert answer.stop == "rows" and stream.session.next_row == 100 and len(answer.tokens) == 55
+    assert stream.session.slot_count < 70
+
+
+def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
+    def written(block_count: int) -> tuple[list[Answer], list[Stream], StreamEngine]:
+        engine = engine_of("qwen3", block_count)
+        streams = [Stream(engine, f"{n}", policy=WINDOW, seed=n) for n in range(4)]
+        prefill(engine, [(stream, plain(n, 40 + n)) for n, stream in enumerate(streams)])
+        return generate(engine, streams, 60, stop=()), streams, engine
+
+    answers, streams, _ = written(128)
+    squeezed, given_way, engine = written(11)  # of the 5 blocks that each of 4 wants
+    for mine, its, one, other in zip(answers, squeezed, streams, given_way, strict=True):
+        assert mine.tokens == its.tokens
+        assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-4)
+        assert one.session.events == other.session.events
+        assert one.session.tokens == other.session.tokens  # and no row was fed twice
+    engine.pool.check()
+
+
+def test_edge_13_swapping_keeps_every_byte():
+    engine = engine_of("llama gqa", 16)
+    session = engine.session()
+    engine.feed([(session, drawn(1, 90))])
+    session.evict([(16, 48)])
+    before = [bytes(engine.payload(block)) for block in session.table]
+    twin = engine.fork(session, bytes(32))
+    engine.swap_out(session)
+    twin.close()
+    other = engine.session()
+    engine.feed([(other, drawn(2, 16 * 16))])  # every block is written over
+    with pytest.raises(PoolFull):
+        engine.swap_in(session)
+    other.close()
+    engine.swap_in(session)
+    assert [bytes(engine.payload(block)) for block in session.table] == before
+    with pytest.raises(ValueError, match="no bytes of that session"):
+        engine.swap_in(session)
+    engine.feed([(session, [5])])
+    session.check()
+
+
+def test_memory_for_none_is_an_error_and_the_stream_goes_on_later():
+    engine = engine_of("llama gqa", 8)
+    other = engine.session()
+    engine.feed([(other, drawn(9, 60))])
+    stream = Stream(engine, "squeezed", seed=1, markup=CHAT)
+    prefill(engine, [(stream, Prompt([message(1, 30), message(2, 10)], [7]))])
+    with pytest.raises(PoolFull):
+        generate(engine, [stream], 60, stop=())
+    written = len(stream.session.tokens)
+    other.close()
+    (answer,) = generate(engine, [stream], 60, stop=())
+    assert len(answer.tokens) == 60 and stream.session.next_row > written
+    free = engine_of()
+    unhindered = Stream(free, "free", seed=1, markup=CHAT)
+    prefill(free, [(unhindered, Prompt([message(1, 30), message(2, 10)], [7]))])
+    assert generate(free, [unhindered], 60, stop=())[0].tokens == answer.tokens
+    assert_exact(engine, stream.rollout())
+
+
+def test_edge_21_guessed_rows_that_were_wrong_were_never_fed():
+    engine = engine_of("qwen3 sliding")
+    session, twin = engine.session(), engine.session()
+    for each in (session, twin):
+        engine.feed([(each, drawn(1, 60))])
+    guess = drawn(2, 8)
+    seen: list[torch.Tensor] = []
+
+    def judge(logits: torch.Tensor) -> int:
+        seen.append(logits)
+        return 3
+
+    after = engine.feed_guess(session, guess, judge)
+    assert session.next_row == 63 and session.tokens[60:] == guess[:3]
+    session.evict([(16, 32)])
+    twins = engine.feed([(twin, guess[:3])])[0]
+    twin.evict([(16, 32)])
+    torch.testing.assert_close(after, twins, atol=1e-4, rtol=0)
+    assert seen[0].shape == (8, engine.namespace.vocab_size)
+    assert engine.feed_guess(session, guess, lambda logits: 0).shape == (0, engine.namespace.vocab_size)[:1]
+    results = [engine.feed([(each, drawn(3, 20))])[0] for each in (session, twin)]
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="9 of 8"):
+        engine.feed_guess(session, guess, lambda logits: 9)
+    session.check()
+    engine.pool.check()
+
+
+def test_fault_b09_the_first_token_of_an_answer_sees_what_the_rest_of_it_sees():
+    """Cut at admission, not behind the prefill: as if the cut had been made by hand before."""
+    engine = engine_of()
+    stream, manual = (Stream(engine, name, policy=WholeTurns(3, 2), markup=CHAT) for name in "ab")
+    chat(engine, stream, 3)
+    chat(engine, manual, 3)
+    ranges = [tuple(turn) for turn in manual.session.turns[:2]]
+    manual.session.evict([(ranges[0][0], ranges[1][1])])
+    prompt = Prompt([message(50, 20)], [7, 8])
+    for each in (stream, manual):
+        prefill(engine, [(each, prompt)])
+    assert len(stream.session.events) == 1
+    assert stream.logits is not None and manual.logits is not None
+    torch.testing.assert_close(stream.logits, manual.logits, atol=1e-5, rtol=0)
