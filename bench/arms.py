@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.policies.turns import WholeTurns
+
 if TYPE_CHECKING:
     from kvcomm.streams.engine import Engine
     from kvcomm.streams.session import Session
@@ -191,19 +194,23 @@ class Runner:
         draw: Draw,
         *,
         settle: Callable[[], None] = lambda: None,
+        refresh: Callable[[Sequence[Session]], None] = lambda sessions: None,
         watch: Watch = lambda turn, step, logits, tokens: None,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         """
         Args:
             settle: returns once the device has done what it was asked to.
+            refresh: does at once what the engine puts off from a cut until the next feed, so that the cut
+                pays for it.
         """
         self.arm, self.text, self.script, self.engine, self.draw = arm, text, script, engine, draw
-        self.settle, self.watch, self.chunk_tokens = settle, watch, chunk_tokens
+        self.settle, self.refresh, self.watch, self.chunk_tokens = settle, refresh, watch, chunk_tokens
         self.run = Run(arm)
         self.sessions: list[Session] = []
         self.prompts: list[Session] = []
         """Hold the system prompt's blocks, where the arm keeps them."""
+        self.compactors: list[Compactor] = []
         self.live = 0
         self._fed = 0
 
@@ -219,6 +226,9 @@ class Runner:
         read = Part(self._settled(begun), self._fed)
         for session in self.sessions:
             session.protect(self.text.system)
+        if self.arm.way == "splice":
+            policy = WholeTurns(self.arm.live, self.arm.stride)
+            self.compactors = [Compactor(session, policy) for session in self.sessions]
         self._end_turn(0, None, read, Part(0.0, 0), 0.0)
 
     def take(self, turn: int) -> None:
@@ -256,9 +266,9 @@ class Runner:
         return Part(self._settled(begun), self._fed)
 
     def _splice(self) -> None:
-        start, end = self._gone()
-        for session in self.sessions:
-            session.evict([(start, end)], reason="turns")
+        for compactor in self.compactors:
+            assert compactor.at_admission(), "so many turns are in view"
+        self.refresh(self.sessions)
 
     def _again(self) -> None:
         start, end = self._gone()

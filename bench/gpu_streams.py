@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bench.arms import Arm, Runner, Script, Text, race
 from bench.stream_sections import STREAMS_FILE, Gap, Recorded, tables, to_json
-from bench.streams import Decode, Drawing, blocks_for, engine_for, model_name, random_model
+from bench.streams import Decode, Drawing, blocks_for, engine_for, model_name, random_model, refreshing
 from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.view import View
@@ -294,7 +294,10 @@ class Bench:
         for arm in arms or self._arms():
             engine = engine_for(self.model, arm, text, self.options.streams, decode=self.options.decode)
             self.say(f"{arm.name}: {blocks_for(arm, text, self.options.streams):,} blocks of 16 rows")
-            made.append(Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle))
+            runner = Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle)
+            if self.options.decode == "lanes":
+                runner.refresh = refreshing(engine)
+            made.append(runner)
         return made
 
     def _settle(self) -> None:

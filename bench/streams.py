@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcomm.engines.transformers.streaming import StreamEngine
+    from kvcomm.streams.session import Session
 
 Decode = Literal["auto", "lanes", "pages"]
 ROUNDS = 3
@@ -97,10 +98,11 @@ def run(model: PreTrainedModel, schedule: Schedule, *, streams: int = 1) -> Race
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        runners = [
-            Runner(arm, schedule.text, script, engine_for(model, arm, schedule.text, streams), Drawing(model))
-            for arm in schedule.arms()
-        ]
+        runners = []
+        for arm in schedule.arms():
+            engine = engine_for(model, arm, schedule.text, streams)
+            draw, refresh = Drawing(model), refreshing(engine)
+            runners.append(Runner(arm, schedule.text, script, engine, draw, refresh=refresh))
         *_, found = race(runners)
     finally:
         torch.set_num_threads(before)
@@ -118,6 +120,18 @@ def engine_for(
     namespace = namespace_of(model, block_tokens=BLOCK_TOKENS, revision="random", name="random")
     blocks = blocks_for(arm, text, streams)
     return StreamEngine(model, blocks, namespace, rows_max=text.rows, lanes_max=streams, decode=decode)
+
+
+def refreshing(engine: StreamEngine) -> Callable[[Sequence[Session]], None]:
+    """Gathers contiguous copies that a cut left behind the memory."""
+
+    def refresh(sessions: Sequence[Session]) -> None:
+        import torch
+
+        with torch.inference_mode():
+            engine.lanes.seat(sessions, max(session.slot_count for session in sessions))
+
+    return refresh
 
 
 def blocks_for(arm: Arm, text: Text, streams: int) -> int:
