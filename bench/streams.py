@@ -86,6 +86,8 @@ def _recorded(options: argparse.Namespace) -> Recorded:
         for schedule in schedules:
             print(f"round {number}, {schedule} ...", file=sys.stderr, flush=True)
             found.races.append(run(model, schedule))
+            if options.json:  # it takes minutes, and what there is may be all there will be
+                Path(options.json).write_bytes(to_json([found]))
     return found
 
 
