@@ -197,15 +197,19 @@ class Runner:
         refresh: Callable[[Sequence[Session]], None] = lambda sessions: None,
         watch: Watch = lambda turn, step, logits, tokens: None,
         chunk_tokens: int = CHUNK_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
             settle: returns once the device has done what it was asked to.
             refresh: does at once what the engine puts off from a cut until the next feed, so that the cut
                 pays for it.
+            clock: seconds; of the processor instead of the wall where only this thread computes and others
+                want the machine, too.
         """
         self.arm, self.text, self.script, self.engine, self.draw = arm, text, script, engine, draw
         self.settle, self.refresh, self.watch, self.chunk_tokens = settle, refresh, watch, chunk_tokens
+        self.clock = clock
         self.run = Run(arm)
         self.sessions: list[Session] = []
         self.prompts: list[Session] = []
@@ -217,7 +221,7 @@ class Runner:
     def begin(self) -> None:
         """The system prompt."""
         self._fed = 0
-        begun = time.perf_counter()
+        begun = self.clock()
         self.sessions = [self.engine.session() for _ in self.script.system]
         self._read(self.script.system)
         if self.arm.way == "again, prompt kept":
@@ -234,16 +238,16 @@ class Runner:
     def take(self, turn: int) -> None:
         """One turn, ``begin`` before the first."""
         cut = self._admit()
-        self._fed, begun = 0, time.perf_counter()
+        self._fed, begun = 0, self.clock()
         logits = self._read(self.script.read[turn])
         read = Part(self._settled(begun), self._fed)
-        self._fed, steps, begun = 0, [], time.perf_counter()
+        self._fed, steps, begun = 0, [], self.clock()
         for step in range(self.text.written):
-            began = time.perf_counter()
+            began = self.clock()
             tokens = self.script.next(turn, step, self.draw(logits))
             self.watch(turn, step, logits, tokens)
             logits = self._feed([[token] for token in tokens])
-            steps.append(time.perf_counter() - began)
+            steps.append(self.clock() - began)
         written = Part(self._settled(begun), self._fed)
         self.live += 1
         for session in self.sessions:
@@ -257,7 +261,7 @@ class Runner:
     def _admit(self) -> Part | None:
         if self.arm.way == "never" or self.live < self.arm.live:
             return None
-        self._fed, begun = 0, time.perf_counter()
+        self._fed, begun = 0, self.clock()
         if self.arm.way == "splice":
             self._splice()
         else:
@@ -303,7 +307,7 @@ class Runner:
 
     def _settled(self, begun: float) -> float:
         self.settle()
-        return round(time.perf_counter() - begun, 7)
+        return round(self.clock() - begun, 7)
 
     def _end_turn(self, number: int, cut: Part | None, read: Part, written: Part, step_s: float) -> None:
         pool = self.engine.pool

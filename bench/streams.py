@@ -1,7 +1,7 @@
 """``python -m bench.streams [--smoke] [--rounds N] [--json FILE] [--merge FILE ...] [--write-docs]``: what
 keeping a context short costs, by cutting blocks out and by reading again what is kept.
 
-A small model with random weights on one thread, one stream.  The schedules have a message read and one
+A small model with random weights on one thread, one stream; times are seconds of the processor.  The schedules have a message read and one
 written in turn; see ``bench.arms`` for the ways and for how they are timed.  Prefilled tokens are counted
 where the engine gets them.  What GPUs recorded (``bench.gpu_streams``) is put beside it (``--merge``).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +104,8 @@ def run(model: PreTrainedModel, schedule: Schedule, *, streams: int = 1) -> Race
         runners = []
         for arm in schedule.arms():
             engine = engine_for(model, arm, schedule.text, streams)
-            draw, refresh = Drawing(model), refreshing(engine)
-            runners.append(Runner(arm, schedule.text, script, engine, draw, refresh=refresh))
+            given = (arm, schedule.text, script, engine, Drawing(model))
+            runners.append(Runner(*given, refresh=refreshing(engine), clock=time.process_time))
         *_, found = race(runners)
     finally:
         torch.set_num_threads(before)
