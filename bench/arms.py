@@ -194,6 +194,7 @@ class Runner:
         draw: Draw,
         *,
         settle: Callable[[], None] = lambda: None,
+        reserve: Callable[[Sequence[Session]], None] = lambda sessions: None,
         refresh: Callable[[Sequence[Session]], None] = lambda sessions: None,
         watch: Watch = lambda turn, step, logits, tokens: None,
         chunk_tokens: int = CHUNK_TOKENS,
@@ -202,13 +203,15 @@ class Runner:
         """
         Args:
             settle: returns once the device has done what it was asked to.
+            reserve: takes what memory the sessions will want of the engine, before anything is timed.
             refresh: does at once what the engine puts off from a cut until the next feed, so that the cut
                 pays for it.
             clock: seconds; of the processor instead of the wall where only this thread computes and others
                 want the machine, too.
         """
         self.arm, self.text, self.script, self.engine, self.draw = arm, text, script, engine, draw
-        self.settle, self.refresh, self.watch, self.chunk_tokens = settle, refresh, watch, chunk_tokens
+        self.settle, self.reserve, self.refresh = settle, reserve, refresh
+        self.watch, self.chunk_tokens = watch, chunk_tokens
         self.clock = clock
         self.run = Run(arm)
         self.sessions: list[Session] = []
@@ -220,9 +223,9 @@ class Runner:
 
     def begin(self) -> None:
         """The system prompt."""
-        self._fed = 0
-        begun = self.clock()
         self.sessions = [self.engine.session() for _ in self.script.system]
+        self.reserve(self.sessions)
+        self._fed, begun = 0, self.clock()
         self._read(self.script.system)
         if self.arm.way == "again, prompt kept":
             self.prompts = self.sessions

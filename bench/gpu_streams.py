@@ -17,6 +17,7 @@ stopped leaves what it found.  It stops by itself within ``--budget-s``.
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import subprocess
 import sys
@@ -29,7 +30,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bench.arms import Arm, Runner, Script, Text, race
 from bench.stream_sections import STREAMS_FILE, Gap, Recorded, tables, to_json
-from bench.streams import Decode, Drawing, blocks_for, engine_for, model_name, random_model, refreshing
+from bench.streams import (
+    BLOCK_TOKENS,
+    Decode,
+    Drawing,
+    blocks_for,
+    engine_for,
+    model_name,
+    random_model,
+    seating,
+)
 from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.view import View
@@ -218,17 +228,13 @@ class Bench:
         """Through FlexAttention, what was generated with cuts and without."""
         import torch
 
-        leader, whole = self.runners[0], self.runners[-1]
-        events = leader.sessions[0].events
+        events = self.runners[0].sessions[0].events
         if not events:
             self.found.notes.append("Nothing was cut, so nothing was replayed.")
             return
-        cut = self.kept["splice"].rollouts(leader, events[0].at_row)
-        uncut = self.kept["never"].rollouts(whole, events[0].at_row)
-        for runner in self.runners:  # their memory is needed
-            runner.close()
-        self.runners.clear()
-        self.kept.clear()
+        cut = self.kept["splice"].rollouts(self.runners[0], events[0].at_row)
+        uncut = self.kept["never"].rollouts(self.runners[-1], events[0].at_row)
+        self._free()
         self.model.set_attn_implementation(self.options.attention)
         rollouts, engine = [rollout for rollout, _ in cut], torch.cat([logits for _, logits in cut])
         whole_engine = torch.cat([logits for _, logits in uncut])
@@ -270,6 +276,18 @@ class Bench:
             float(behind.mean()), float(x.abs().max()),
         )  # fmt: skip
 
+    def _free(self) -> None:
+        """What the arms held of the GPU's memory."""
+        import torch
+
+        for runner in self.runners:
+            runner.close()
+        self.runners.clear()
+        self.kept.clear()
+        gc.collect()
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()
+
     def _warm_up(self) -> None:
         """Kernels are chosen and loaded, memory is reserved: two short turns of every arm."""
         text = Text(2, self.options.read, 8, system=self.options.system)
@@ -294,9 +312,19 @@ class Bench:
         for arm in arms or self._arms():
             engine = engine_for(self.model, arm, text, self.options.streams, decode=self.options.decode)
             self.say(f"{arm.name}: {blocks_for(arm, text, self.options.streams):,} blocks of 16 rows")
-            runner = Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle)
+            # Copies that grew on the way would need half as much memory again for a moment.
+            slots = blocks_for(arm, text, 1) * BLOCK_TOKENS
+            runner = Runner(
+                arm,
+                text,
+                script,
+                engine,
+                Drawing(self.model),
+                settle=self._settle,
+                reserve=seating(engine, slots),
+            )
             if self.options.decode == "lanes":
-                runner.refresh = refreshing(engine)
+                runner.refresh = seating(engine)
             made.append(runner)
         return made
 

@@ -1,9 +1,10 @@
 """``python -m bench.streams [--smoke] [--rounds N] [--json FILE] [--merge FILE ...] [--write-docs]``: what
 keeping a context short costs, by cutting blocks out and by reading again what is kept.
 
-A small model with random weights on one thread, one stream; times are seconds of the processor.  The schedules have a message read and one
-written in turn; see ``bench.arms`` for the ways and for how they are timed.  Prefilled tokens are counted
-where the engine gets them.  What GPUs recorded (``bench.gpu_streams``) is put beside it (``--merge``).
+A small model with random weights on one thread, one stream; times are seconds of the processor.  The
+schedules have a message read and one written in turn; see ``bench.arms`` for the ways and for how they are
+timed.  Prefilled tokens are counted where the engine gets them.  What GPUs recorded (``bench.gpu_streams``)
+is put beside it (``--merge``).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def run(model: PreTrainedModel, schedule: Schedule, *, streams: int = 1) -> Race
         for arm in schedule.arms():
             engine = engine_for(model, arm, schedule.text, streams)
             given = (arm, schedule.text, script, engine, Drawing(model))
-            runners.append(Runner(*given, refresh=refreshing(engine), clock=time.process_time))
+            runners.append(Runner(*given, refresh=seating(engine), clock=time.process_time))
         *_, found = race(runners)
     finally:
         torch.set_num_threads(before)
@@ -125,16 +126,16 @@ def engine_for(
     return StreamEngine(model, blocks, namespace, rows_max=text.rows, lanes_max=streams, decode=decode)
 
 
-def refreshing(engine: StreamEngine) -> Callable[[Sequence[Session]], None]:
-    """Gathers contiguous copies that a cut left behind the memory."""
+def seating(engine: StreamEngine, slots: int = 0) -> Callable[[Sequence[Session]], None]:
+    """Gathers contiguous copies that are behind the memory; they get room for ``slots`` each."""
 
-    def refresh(sessions: Sequence[Session]) -> None:
+    def seat(sessions: Sequence[Session]) -> None:
         import torch
 
         with torch.inference_mode():
-            engine.lanes.seat(sessions, max(session.slot_count for session in sessions))
+            engine.lanes.seat(sessions, max(slots, *(session.slot_count for session in sessions)))
 
-    return refresh
+    return seat
 
 
 def blocks_for(arm: Arm, text: Text, streams: int) -> int:
