@@ -17,6 +17,7 @@ The order inside a step, which its driver keeps::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from kvcomm.errors import ConfigError
@@ -47,6 +48,21 @@ class Compactor:
         self._scorer = None if scoring is None else scoring.scorer(session.block_tokens)
         self.session, self.policy, self.archive = session, policy, archive
         self.stopped = False
+
+    def forked(self, session: Session) -> Compactor:
+        """For a session that was forked from this one's: now, with what its blocks are worth so far, or at an
+        earlier row, where nothing is known of that."""
+        child = Compactor(session, self.policy, archive=self.archive)
+        child.stopped = self.stopped
+        if session.next_row == self.session.next_row:
+            child._scorer = deepcopy(self._scorer)
+        return child
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this policy will never cut this stream, if so: it then runs on full context, which somebody
+        should know."""
+        return self.policy.obstacle(self.look("forward")) if isinstance(self.policy, Checked) else None
 
     @property
     def query_rows(self) -> int | None:

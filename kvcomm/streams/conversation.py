@@ -115,6 +115,41 @@ class Conversation:
         self._tail: int | None = None
         """Behind an end: separator tokens seen; ``None`` elsewhere."""
 
+    @classmethod
+    def resumed(
+        cls,
+        session: Session,
+        markup: Markup,
+        *,
+        filler_rows: Sequence[int] | None = None,
+        filler_rows_max: int | None = None,
+    ) -> Conversation:
+        """Of a stream with a past: adopted from another agent, recovered, or forked.  Its tokens are all read
+        once more, those that were cut, too; its turns and its prefix are what it says.
+
+        Args:
+            filler_rows: if not known, filler ids right behind the end of a message are taken for filler.
+        """
+        resumed = cls(session, markup, filler_rows_max=filler_rows_max)
+        known = None if filler_rows is None else frozenset(filler_rows)
+        for row, token in enumerate(session.tokens):
+            behind_end = resumed._tail is not None and token == markup.filler
+            is_filler = behind_end if known is None else row in known
+            if is_filler:
+                resumed.filler_rows.append(row)
+            resumed._read(token, row, None, is_filler)
+        resumed._scanned = resumed._laid = session.next_row
+        if resumed._tail is not None:
+            resumed._end_message(session.next_row, None)
+        return resumed
+
+    def forked(self, session: Session) -> Conversation:
+        """For a session that was forked from this one's, now or at an earlier row."""
+        filler_rows = self.filler_rows[: self._filler_count(session.next_row)]
+        return Conversation.resumed(
+            session, self.markup, filler_rows=filler_rows, filler_rows_max=self.filler_rows_max
+        )
+
     @property
     def text_rows(self) -> int:
         """Rows fed without filler: what a limit on the text's length counts.  The model's own limit counts
@@ -220,7 +255,7 @@ class Conversation:
             self._end_message(self._scanned, session.slot_count)
         return self.message_count - before
 
-    def _read(self, token: int, row: int, slot: int, is_filler: bool) -> None:
+    def _read(self, token: int, row: int, slot: int | None, is_filler: bool) -> None:
         if is_filler:
             if token != self.markup.filler:
                 raise ValueError(
@@ -235,14 +270,15 @@ class Conversation:
         if token in self.markup.ends:
             self._tail = 0
 
-    def _end_message(self, row: int, slot: int) -> None:
-        """One ended right before ``row``, which stands or will stand in ``slot``."""
+    def _end_message(self, row: int, slot: int | None) -> None:
+        """One ended right before ``row``, which stands or will stand in ``slot``; no slot = the session knows
+        of it."""
         self._tail, self._border = None, row
         self.message_count += 1
-        if self.message_count == 1:
+        if slot is not None and self.message_count == 1:
             self.session.protect(slot)
         if self.message_count % 2:
-            if self.message_count > 1:
+            if slot is not None and self.message_count > 1:
                 self._end_turn(slot)
             self._turn = row
 

@@ -17,7 +17,9 @@ are done: nothing is computed twice.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,7 +85,7 @@ class Stream:
         seed: of the draw.
         archive: keep what is cut, to bring it back.
         filler_rows_max: see ``Conversation``.
-        session: to go on with, of ``engine``; a new one if not given.
+        session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
         journal: of the new session.
 
     Raises:
@@ -106,10 +108,12 @@ class Stream:
     ) -> None:
         self.session = session or engine.session(journal=journal)
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
-        self.recorder = Recorder(self.session, name)
+        self.recorder = Recorder(self.session, name, engine.counts)
         self.conversation: Conversation | None = None
         if markup is not None:
-            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+            begun = Conversation.resumed if self.session.next_row else Conversation
+            self.conversation = begun(self.session, markup, filler_rows_max=filler_rows_max)
+            self.recorder.filler_at(self.conversation.filler_rows)
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
@@ -123,6 +127,39 @@ class Stream:
     def rollout(self) -> Rollout:
         """As it is now."""
         return self.recorder.rollout()
+
+    def fork(
+        self,
+        engine: StreamEngine,
+        name: str,
+        *,
+        seed: int,
+        loss: bool = True,
+        at_row: int | None = None,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Stream:
+        """Another stream with the same past, whose blocks it shares: to answer a prompt several times, or to
+        go back before a mistake.
+
+        Args:
+            name: of its rollout; its digest stands in the log.
+            loss: whether a trainer learns from the shared samples in the child's rollout, too.
+            at_row: with the past before that row, which must not be before the last event; then it is
+                prefilled before it generates.
+
+        Raises:
+            ValueError, Refused, PoolFull: see ``Session.fork``.
+        """
+        digest = hashlib.sha256(name.encode()).digest()
+        session = engine.fork(self.session, digest, journal=journal, at_row=at_row)
+        child = Stream(engine, name, sampling=self.sampling, seed=seed, session=session)
+        child.compactor = self.compactor.forked(session)
+        child.recorder = self.recorder.fork(session, name, loss=loss)
+        child.conversation = self.conversation and self.conversation.forked(session)
+        if session.next_row == self.session.next_row:
+            child.logits, child.answer = self.logits, deepcopy(self.answer)
+            child.finished, child._cut_due = self.finished, self._cut_due
+        return child
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""
@@ -150,6 +187,14 @@ class Stream:
             self.compactor.at_admission()
         if self.answer is None:
             self.answer, self.finished = Answer(), False
+
+    def adopt(self, tokens: list[int]) -> list[int]:
+        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+        if self.compactor.query_rows is not None:  # nobody would see what they attend
+            return tokens
+        count = self.session.adopt_prefix(tokens)
+        self._read()
+        return tokens[count:]
 
     def cut(self) -> None:
         """What the last pass made too much goes, before the next one."""
@@ -202,7 +247,8 @@ def prefill(
     *,
     chunk_rows: int = PREFILL_ROWS,
 ) -> None:
-    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.
+    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
+    has already, of siblings with the same past, is taken up and not computed.
 
     Args:
         chunk_rows: most rows of a stream in one pass.
@@ -220,7 +266,7 @@ def prefill(
         rest: dict[Stream, list[int]] = {}
         for stream, prompt in prompts:
             batch.bring_in(stream)
-            rest[stream] = stream.admit(prompt)
+            rest[stream] = stream.adopt(stream.admit(prompt))
         while rest:
             for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
                 rest[stream] = rest[stream][chunk_rows:]
@@ -243,7 +289,7 @@ def generate(
     """Let the streams answer their prompts, all in one batch.
 
     Args:
-        streams: prefilled.
+        streams: prefilled, or adopted in the middle of an answer.
         max_new_tokens: of each.
         stop: an answer ends with one of these; if not given, with what ends a message of its stream.
         end: fed behind an answer that a limit cut short, to end its message.
@@ -256,7 +302,7 @@ def generate(
     """
     limits = _Limits(max_new_tokens, stop, end, loss)
     batch = _Batch(engine, streams)
-    if any(stream.logits is None for stream in streams):
+    if any(stream.logits is None and stream.session.pending is None for stream in streams):
         raise ValueError("prefill a stream before it generates")
     for stream in streams:
         if stream.goes_on_uncut:
