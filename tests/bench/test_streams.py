@@ -76,7 +76,7 @@ def test_races_of_one_kind_are_rounds():
 def test_tables_say_everything():
     text = tables([recorded()])
     assert "| 2 turns of 32 + 16 | KV-streams, 1/1 | 1 | 80 |" in text
-    assert "| re-prefill, 1/1 | 1 | 96 | 3 | 1.2 | 7 | 1.08 | 500 | 500 | 64 |" in text
+    assert "| re-prefill, 1/1 | 1 | 96 | 3 | 1.2 | 7 | 1.08 | 500 | 500 | 250 → 188 | 64 |" in text
     assert "| with its events | 96 | 0.0001 | 0.0002 | 0.0003 | 0.0004 | 0.5 |" in text
     assert "plots/steps-a-machine.svg" in text and "Noted." in text
 
