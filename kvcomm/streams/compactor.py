@@ -23,6 +23,7 @@ from dataclasses import replace
 from kvcomm.errors import ConfigError
 from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.policies.port import Checked, Look, Moment, Policy, Scoring
+from kvcomm.streams.policies.restarts import Reprefill
 from kvcomm.streams.session import Session
 
 
@@ -39,6 +40,8 @@ class Compactor:
     """
 
     def __init__(self, session: Session, policy: Policy, *, archive: bool = False) -> None:
+        if isinstance(policy, Reprefill):
+            raise ConfigError(f"policy {policy.name!r} begins new streams and cuts none: use a Restarter")
         if isinstance(policy, Checked):
             policy.check(session.block_tokens)
         self._scoring = policy if isinstance(policy, Scoring) and policy.needs_scores else None

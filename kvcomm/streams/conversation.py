@@ -24,7 +24,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 
 from kvcomm.errors import ConfigError
 from kvcomm.streams.session import Session
@@ -55,27 +57,32 @@ class Markup:
 
 
 def filler_id(
-    vocab_size: int, *, ends: Container[int], pad: int | None = None, used: Container[int] = ()
+    vocab_size: int,
+    *,
+    ends: Container[int],
+    pad: int | None = None,
+    used: Container[int] = (),
+    spare: Sequence[int] = (),
 ) -> int:
-    """An id to fill blocks with: the pad token, else the last id that stands for no text.
+    """An id to fill blocks with: the pad token, else the last id that stands for no text, else a spare one.
 
     Args:
         vocab_size: of the model; often more than its tokenizer uses.
         ends: ids that end a message: many models pad with one of them.
         pad: the tokenizer's pad token.
         used: ids that the tokenizer can produce.
+        spare: special tokens that a conversation does without, such as an end of text.
 
     Raises:
         ConfigError: there is none.
     """
-    if pad is not None and pad not in ends and 0 <= pad < vocab_size:
-        return pad
-    for token in reversed(range(vocab_size)):
-        if token not in used and token not in ends:
+    unused = (token for token in reversed(range(vocab_size)) if token not in used)
+    for token in chain([] if pad is None else [pad], unused, spare):
+        if token not in ends and 0 <= token < vocab_size:
             return token
     raise ConfigError(
-        f"the pad token is missing or ends messages, and all {vocab_size} ids are in use: name an id that "
-        "never ends a message, or do without filler (filler=None; cuts then leave parts of blocks of a turn)"
+        f"the pad token is missing or ends messages, and all {vocab_size} ids are in use: name a spare one "
+        "that never ends a message, or do without filler (cuts then leave parts of blocks of a turn)"
     )
 
 
@@ -149,6 +156,12 @@ class Conversation:
         return Conversation.resumed(
             session, self.markup, filler_rows=filler_rows, filler_rows_max=self.filler_rows_max
         )
+
+    def copy(self) -> Conversation:
+        """As it is now, of the same stream."""
+        other = copy(self)
+        other.filler_rows = self.filler_rows[:]
+        return other
 
     @property
     def text_rows(self) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,20 +75,24 @@ def _no_journal(event: Event) -> None:
 class Stream:
     """One rollout.
 
-    Args:
-        engine: who computes it.
-        name: of the rollout.
-        policy: what to cut; nothing if not given.
-        markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
-        sampling: how tokens are drawn.
-        seed: of the draw.
-        archive: keep what is cut, to bring it back.
-        filler_rows_max: see ``Conversation``.
-        session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
-        journal: of the new session.
+        Args:
+            engine: who computes it.
+            name: of the rollout.
+            policy: what to cut; nothing if not given.
+            markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
+            sampling: how tokens are drawn.
+            seed: of the draw.
+            archive: keep what is cut, to bring it back.
+            filler_rows_max: see ``Conversation``.
+    <<<<<<< HEAD
+            session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
+    =======
+            session: to go on with, of ``engine``, with its turns and prefix; a new one if not given.
+    >>>>>>> engine
+            journal: of the new session.
 
-    Raises:
-        ConfigError: the policy does not fit the engine's blocks.
+        Raises:
+            ConfigError: the policy does not fit the engine's blocks.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Stream:
     ) -> None:
         self.session = session or engine.session(journal=journal)
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
-        self.recorder = Recorder(self.session, name, engine.counts)
+        self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
         if markup is not None:
             begun = Conversation.resumed if self.session.next_row else Conversation
@@ -123,6 +126,7 @@ class Stream:
         """The answer's last row has K/V."""
         self._finishing = self._cut_due = False
         self._generator = torch.Generator().manual_seed(seed)
+        self._engine = engine
 
     def rollout(self) -> Rollout:
         """As it is now."""
@@ -130,40 +134,65 @@ class Stream:
 
     def fork(
         self,
-        engine: StreamEngine,
         name: str,
         *,
         seed: int,
-        loss: bool = True,
+        loss: bool = False,
         at_row: int | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> Stream:
-        """Another stream with the same past, whose blocks it shares: to answer a prompt several times, or to
-        go back before a mistake.
+        """Another stream with the same past, whose blocks it shares and whose draw goes another way from here:
+        siblings of one prompt, or what follows instead of a mistake.
 
         Args:
             name: of its rollout; its digest stands in the log.
-            loss: whether a trainer learns from the shared samples in the child's rollout, too.
+            seed: of its draw.
+            loss: whether a trainer learns from the samples so far in this rollout, too.
             at_row: with the past before that row, which must not be before the last event; then it is
                 prefilled before it generates.
 
         Raises:
-            ValueError, Refused, PoolFull: see ``Session.fork``.
+            ValueError: an answer is under way; see ``Session.fork``.
+            PoolFull: no block for a copy of the partial last one.
         """
+        self._require_no_answer()
         digest = hashlib.sha256(name.encode()).digest()
-        session = engine.fork(self.session, digest, journal=journal, at_row=at_row)
-        child = Stream(engine, name, sampling=self.sampling, seed=seed, session=session)
+        session = self._engine.fork(self.session, digest, journal=journal, at_row=at_row)
+        child = Stream(self._engine, name, sampling=self.sampling, seed=seed, session=session)
         child.compactor = self.compactor.forked(session)
         child.recorder = self.recorder.fork(session, name, loss=loss)
         child.conversation = self.conversation and self.conversation.forked(session)
         if session.next_row == self.session.next_row:
-            child.logits, child.answer = self.logits, deepcopy(self.answer)
-            child.finished, child._cut_due = self.finished, self._cut_due
+            child.logits, child.finished, child._cut_due = self.logits, self.finished, self._cut_due
         return child
+
+    def successor(self, name: str, conversation: Conversation) -> Stream:
+        """The stream that goes on with this one's conversation, moved to the session where it stands now, and
+        with its draw.
+
+        Raises:
+            ValueError: an answer is under way.
+        """
+        self._require_no_answer()
+        policy, archive = self.compactor.policy, self.compactor.archive
+        other = Stream(
+            self._engine,
+            name,
+            policy=policy,
+            sampling=self.sampling,
+            session=conversation.session,
+            archive=archive,
+        )
+        other.conversation, other._generator = conversation, self._generator
+        return other
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""
         self.session.close()
+
+    def _require_no_answer(self) -> None:
+        if self.answer is not None:
+            raise ValueError("an answer is under way: let generate() finish it first")
 
     # -- the parts of a step, for who drives it
 

@@ -52,7 +52,8 @@ class Chat:
         filler = None
         if fill:
             used = frozenset(tokenizer.get_vocab().values())
-            filler = filler_id(vocab_size, ends=found, pad=tokenizer.pad_token_id, used=used)
+            spare = _spare(tokenizer, whole)
+            filler = filler_id(vocab_size, ends=found, pad=tokenizer.pad_token_id, used=used, spare=spare)
         markup = Markup(found, whole.separator(found), filler)
         return cls(tokenizer, markup, whole.generation_prefix, settings)
 
@@ -70,6 +71,15 @@ class Chat:
             [*known, *messages],
             known=len(known),
         )
+
+
+def _spare(tokenizer: PreTrainedTokenizerBase, conversation: Rendered) -> list[int]:
+    """Special tokens that do not occur in a conversation; an end of text first, then as they are numbered."""
+    occurring = {token for message in conversation.messages for token in message}
+    occurring |= {*conversation.generation_prefix}
+    special = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+    spare = sorted(special.keys() - occurring)
+    return sorted(spare, key=lambda token: "endoftext" not in special[token])
 
 
 def _ids(

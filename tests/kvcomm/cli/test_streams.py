@@ -119,7 +119,7 @@ def test_a_file_that_was_cut_off_shows_what_is_whole(file: Path):
     file.write_bytes(file.read_bytes()[:-20])
     result = inspected(file)
     assert result.exit_code == 1
-    assert f"damaged: behind rollout {COUNT - 2}: " in result.stdout
+    assert f"damaged: rollout {COUNT - 1}: " in result.stdout
     assert f"story-{COUNT - 1}" not in result.stdout
     assert inspected(file, "--rollout", 0).exit_code == 0
     assert inspected(file, "--rollout", COUNT - 1).exit_code == 1
@@ -132,9 +132,9 @@ def test_a_file_of_nothing_or_of_something_else(tmp_path: Path):
     assert (empty.exit_code, "is empty" in empty.stdout) == (0, True)
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     other = inspected(path)
-    assert (other.exit_code, "damaged: not a rollout" in other.stdout) == (1, True)
+    assert (other.exit_code, "damaged: rollout 0: not a rollout" in other.stdout) == (1, True)
     assert document(inspected(path, "--json")) == {
-        "file": str(path), "rollouts": [], "damage": "not a rollout",
+        "file": str(path), "rollouts": [], "damage": "rollout 0: not a rollout",
     }  # fmt: skip
     assert inspected(tmp_path / "absent").exit_code == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.heavy_hitter import HeavyHitter
 from kvcomm.streams.policies.port import Look
 from kvcomm.streams.policies.random_blocks import RandomBlocks
+from kvcomm.streams.policies.restarts import Reprefill
 from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.policies.window import WindowFifo
 from kvcomm.streams.session import Session
@@ -305,6 +307,14 @@ def test_edge_15_a_fork_knows_what_its_blocks_are_worth():
     earlier = session.fork(bytes(32), at_row=96)
     compactor.stop()
     assert compactor.forked(earlier).stopped
+
+
+def test_a_policy_that_begins_new_streams_is_not_taken_for_one_that_cuts():
+    policy: Any = Reprefill(WholeTurns(2, 1))
+    with pytest.raises(
+        ConfigError, match="'reprefill turns' begins new streams and cuts none: use a Restarter"
+    ):
+        Compactor(stream(0)[1], policy)
 
 
 @pytest.mark.parametrize("policy", [WindowFifo(144, 40), RandomBlocks(144, 8), HeavyHitter(144, 24)])

@@ -452,8 +452,9 @@ def test_filler_is_the_pad_token_unless_that_ends_messages():
     assert filler_id(100, pad=100, ends={99}, used=range(98)) == 98, (
         "a pad token that the model has no row for"
     )
+    assert filler_id(100, pad=7, ends={7}, used=range(100), spare=[7, 200, 5, 6]) == 5
     with pytest.raises(ConfigError, match="all 100 ids are in use"):
-        filler_id(100, pad=7, ends={7}, used=range(100))
+        filler_id(100, pad=7, ends={7}, used=range(100), spare=[7])
 
 
 @pytest.mark.slow

@@ -318,7 +318,7 @@ def test_edge_15_forks_answer_one_prompt_each_in_its_own_way():
     chat(engine, first, 4)
     prefill(engine, [(first, Prompt([message(60, 20)], [7, 8]))])
     free = engine.pool.free_count
-    forks = [first.fork(engine, f"fork {n}", seed=n, loss=False) for n in range(3)]
+    forks = [first.fork(f"fork {n}", seed=n) for n in range(3)]
     assert free - engine.pool.free_count == 3  # the partial block of each
     streams = [first, *forks]
     answers = generate(engine, streams, 20, end=END)
@@ -339,7 +339,7 @@ def test_edge_15_a_fork_before_a_mistake_does_not_have_it():
     engine = engine_of()
     stream = Stream(engine, "with a mistake", seed=1)
     answered(engine, stream, plain(1, 40), 12)
-    child = stream.fork(engine, "repaired", seed=2, at_row=45)
+    child = stream.fork("repaired", seed=2, loss=True, at_row=45)
     assert child.logits is None and len(child.rollout().samples) == 5
     with pytest.raises(ValueError, match="prefill a stream"):
         generate(engine, [child], 5)
@@ -379,6 +379,19 @@ def test_siblings_take_up_the_blocks_of_a_prompt_that_is_computed_already():
     torch.testing.assert_close(one.logits, two.logits, atol=1e-4, rtol=0)
     generate(engine, [one, two], 40, stop=())
     assert_exact(engine, one.rollout(), two.rollout())
+
+
+def test_siblings_take_up_filler_as_filler():
+    engine = engine_of()
+    prompt = Prompt([message(1, 21), message(2, 30)], [7, 8])
+    one, two = (Stream(engine, name, policy=WholeTurns(3, 2), markup=CHAT, seed=3) for name in "ab")
+    for stream in (one, two):
+        prefill(engine, [(stream, prompt)])
+    assert one.rollout().filler_rows == two.rollout().filler_rows != ()
+    first, second = generate(engine, [one, two], 12, end=END)
+    assert first.tokens == second.tokens
+    assert one.session.turns == two.session.turns
+    assert_exact(engine, two.rollout())
 
 
 def test_gate_g06_in_bf16_a_rollout_stays_under_the_alarm():

@@ -57,11 +57,20 @@ def test_a_template_that_drops_reasoning_is_refused():
         Chat.of(tokenizer_with(DROPS_REASONING), VOCAB_SIZE + 8)
 
 
-def test_without_unused_ids_there_is_no_filler_unless_it_is_not_wanted():
+def test_without_unused_ids_a_special_token_that_a_conversation_does_without_fills():
     tokenizer = tokenizer_with(CHATML)
     tokenizer.pad_token = tokenizer.eos_token
+    special = ["<file>", "<|endoftext|>", "<|im_start|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    filler = Chat.of(tokenizer, len(tokenizer)).markup.filler
+    assert tokenizer.convert_ids_to_tokens(filler) == "<|endoftext|>"
+
+
+def test_without_any_there_is_no_filler_unless_it_is_not_wanted():
+    tokenizer = tokenizer_with(CHATML)
+    special = {*tokenizer.added_tokens_decoder} - {tokenizer.convert_tokens_to_ids("<|im_start|>")}
     with pytest.raises(ConfigError, match="ids are in use"):
-        Chat.of(tokenizer, len(tokenizer))
+        Chat.of(tokenizer, len(tokenizer), ends=special)
     assert Chat.of(tokenizer, len(tokenizer), fill=False).markup.filler is None
     with pytest.raises(TemplateError, match="message 0 has no id that ends messages"):
         Chat.of(tokenizer, len(tokenizer), ends=[0], fill=False)
