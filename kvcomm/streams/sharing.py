@@ -32,7 +32,7 @@ from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
 from kvcomm.stateplane import record_name
 from kvcomm.steps import Steps
-from kvcomm.streams.chain import ChainBlock
+from kvcomm.streams.chain import ChainBlock, chain_of
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event
@@ -106,15 +106,16 @@ class Sharing:
             raise ValueError(
                 "the session's bytes are not in memory: publish before it is closed or swapped out"
             )
+        chain = chain_of(namespace, session.tokens, session.events)
         context = StreamContext.of(
             session,
+            chain,
             producer=self._operations.producer,
             policy=policy,
             filler_rows=recorder.filler_rows if recorder else (),
             repeated_rows=recorder.repeated_rows if recorder else (),
         )
         value = context.encode()
-        chain = context.verify(namespace)
         here = list(zip(session.table, chain.blocks, strict=True))
         for span, archived in session.archive.items():
             here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
@@ -143,12 +144,19 @@ class Sharing:
         return head
 
     def adopt(
-        self, engine: Engine, agent: str, name: str, *, journal: Callable[[Event], None] = lambda event: None
+        self,
+        engine: Engine,
+        agent: str,
+        name: str,
+        *,
+        context: StreamContext | None = None,
+        journal: Callable[[Event], None] = lambda event: None,
     ) -> Steps[Session | Missing]:
         """Take a published context over: a session that goes on exactly as its own would, or which rows
         cannot be had.
 
         Args:
+            context: as :meth:`head` gave it; the head of now if not given.
             journal: the new session's; it is given all events of the past first.
 
         Raises:
@@ -159,16 +167,10 @@ class Sharing:
             And what :meth:`head` raises.
         """
         namespace = self.require_bound(engine)
-        context = yield from self.head(agent, name)
+        if context is None:
+            context = yield from self.head(agent, name)
         chain = context.verify(namespace)
-        session = Session.recovered(
-            engine.pool,
-            namespace,
-            context.tokens,
-            context.events,
-            rows_max=engine.rows_max,
-            journal=journal,
-        )
+        session = engine.recovered(context.tokens, context.events, journal=journal)
         table = yield from self.get(engine, chain.table, chain.tail)
         if isinstance(table, Lost):
             return Missing(context, table.rows)
@@ -179,7 +181,8 @@ class Sharing:
         except BaseException:
             session.close()
             raise
-        for span in session.archive.keys() - {each.span for each in context.archived}:
+        kept = {each.span for each in context.archived}
+        for span in [span for span in session.archive if span not in kept]:
             session.drop_archived(span, moved=False)
         session.turns, session.pending = list(context.turns), context.pending
         session.protect(context.protected)

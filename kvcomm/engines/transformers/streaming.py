@@ -113,6 +113,19 @@ class StreamEngine:
         if self._decode is not None:
             self._decode.forget()
 
+    def recovered(
+        self,
+        tokens: Sequence[int],
+        events: Sequence[Event],
+        *,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Session:
+        session = Session.recovered(
+            self.pool, self.namespace, tokens, events, rows_max=self.rows_max, journal=journal
+        )
+        self.counts.watch(session)
+        return session
+
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
     ) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from kvcomm.block import BlockKey, Incarnation
 from kvcomm.errors import Corrupt, NamespaceError, TooLarge
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
+from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.events import Run, SpanId
 from kvcomm.streams.pool import BlockPool
@@ -20,7 +21,8 @@ from tests.namespaces import namespace
 
 
 def context_of(session: Session) -> StreamContext:
-    return StreamContext.of(session, producer=Incarnation(7), policy="turns")
+    chain = chain_of(session.namespace, session.tokens, session.events)
+    return StreamContext.of(session, chain, producer=Incarnation(7), policy="turns")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvcomm.streams import context as contexts
 from kvcomm.streams.archive import Archive
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext
+from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
@@ -432,6 +434,59 @@ def test_cutting_while_others_read_does_not_pull_blocks_from_under_a_transfer() 
     cluster.records.record_get = cut_meanwhile  # type: ignore[method-assign, assignment]
     assert run(steps).complete
     assert {key: cluster.tier.held[key][256:] for key in was} == was
+
+
+@pytest.mark.parametrize("message_count", range(6))
+def test_a_conversation_goes_on_with_its_turns_and_fillers(message_count: int) -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    markup = Markup(frozenset({99}), separator=(98,), filler=0)
+    session = maker.session()
+    recorder, talk = Recorder(session, "r"), Conversation(session, markup)
+    say(maker, talk, recorder, [[number + 1, 7, 99, 98] for number in range(message_count)], [50, 51])
+    if session.turns:
+        session.evict([session.turns[0]], reason="turns")
+    sharing = cluster.sharing()
+    run(sharing.publish(session, maker, "planner", "main", recorder=recorder))
+    context = run(sharing.head("planner", "main"))
+    other = run(sharing.adopt(taker, "planner", "main", context=context))
+    assert isinstance(other, Session)
+    again = Conversation.resumed(other, markup, context.filler_rows)
+    heard = Recorder(other, "r")
+    heard.filler_rows, heard.repeated_rows = context.filler_rows, context.repeated_rows
+    for engine_of, conversation, notes in ((maker, talk, recorder), (taker, again, heard)):
+        say(engine_of, conversation, notes, [], [52], end=99)
+        say(engine_of, conversation, notes, [[9, 9, 9, 99, 98], [8, 99, 98]], [50], end=99)
+        say(engine_of, conversation, notes, [[9, 99, 98]], [])
+    assert (other.tokens, other.turns, other.protected) == (session.tokens, session.turns, session.protected)
+    assert heard.text() == recorder.text() and again.filler_rows == talk.filler_rows
+    assert again.message_count == talk.message_count
+
+
+def say(
+    maker: ByteEngine,
+    talk: Conversation,
+    recorder: Recorder,
+    messages: list[list[int]],
+    prefix: list[int],
+    end: int | None = None,
+) -> None:
+    """Messages of others and the beginning of an answer; with ``end``, the rest of one, and its end."""
+    session = talk.session
+
+    def feed(tokens: Sequence[int], filler: Sequence[int]) -> None:
+        if tokens:
+            maker.feed([(session, tokens)])
+            recorder.filler_at([session.next_row - len(tokens) + at for at in filler])
+            talk.scan()
+
+    if messages or end is None:
+        chunk = talk.admit(messages, prefix)
+        feed(chunk.tokens, chunk.filler)
+    else:
+        feed(prefix, ())
+    if end is not None:
+        chunk = talk.finish(end)
+        feed(chunk.tokens, chunk.filler)
 
 
 # -- the clients' faces
