@@ -1,0 +1,71 @@
+"""The toy: keep a value in mind while doing other things.
+
+::
+
+    system  <system> <end>
+    turn 0  tell 17 <end>      <assistant> noted <end>
+    turn 1  echo 31 <end>      <assistant> 31 <end>
+    turn 2  echo 28 <end>      <assistant> 28 <end>
+    turn 3  recall <end>       <assistant> 17 <end>       right only for who still knows what turn 0 said
+
+Answers of turns between say nothing about the value, so text that is kept cannot carry it; K/V can.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcomm.streams.conversation import Markup
+
+FILLER, SYSTEM, TELL, ECHO, RECALL, NOTED, ASSISTANT, END = range(8)
+VALUES = range(8, 24)
+"""What is told and recalled."""
+ECHOES = range(24, 40)
+"""What is repeated at once."""
+VOCAB_SIZE = 40
+
+MARKUP = Markup(frozenset({END}), filler=FILLER)
+SYSTEM_MESSAGE = (SYSTEM, END)
+GENERATION_PREFIX = (ASSISTANT,)
+ANSWER_TOKENS_MAX = 2
+RECALL_SHARE = 0.5
+"""Of the reward; the other turns share the rest."""
+CHANCE = 1 / len(VALUES)
+"""Of naming the value without knowing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One conversation's part that is given: what is said to the model, and what it should answer."""
+
+    questions: tuple[tuple[int, ...], ...]
+    """By turn, each with its end."""
+    answers: tuple[tuple[int, ...], ...]
+    """By turn, without the assistant's mark, each with its end."""
+
+    @property
+    def turn_count(self) -> int:
+        return len(self.questions)
+
+    def right(self, said: Sequence[Sequence[int]]) -> list[bool]:
+        """By turn, whether what was said is the answer."""
+        return [tuple(one) == other for one, other in zip(said, self.answers, strict=True)]
+
+
+def draw_episode(draw: random.Random, turn_count: int) -> Episode:
+    """Raises ``ValueError`` without a turn to tell in and one to recall in."""
+    if turn_count < 2:
+        raise ValueError("an episode has a turn that tells and one that asks: at least 2")
+    value = draw.choice(VALUES)
+    echoes = [draw.choice(ECHOES) for _ in range(turn_count - 2)]
+    questions = [(TELL, value, END), *((ECHO, each, END) for each in echoes), (RECALL, END)]
+    answers = [(NOTED, END), *((each, END) for each in echoes), (value, END)]
+    return Episode(tuple(questions), tuple(answers))
+
+
+def reward(right: Sequence[bool]) -> float:
+    """In ``[0, 1]``."""
+    others = right[:-1]
+    return RECALL_SHARE * right[-1] + (1 - RECALL_SHARE) * sum(others) / len(others)
