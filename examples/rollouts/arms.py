@@ -14,19 +14,24 @@ from dataclasses import dataclass
 
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.policies.restarts import Reprefill
 from kvcomm.streams.policies.turns import WholeTurns
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``restarts``: compute again what the policy keeps, instead of cutting what it names."""
-
     name: str
     policy: Policy
-    restarts: bool = False
+    """Cuts."""
+    restart: Reprefill | None = None
+    """Moves to new streams."""
 
 
 def arms(turns_max: int, stride: int) -> tuple[Arm, Arm, Arm]:
     """Those above, in this order; the last two keep the same turns."""
     turns = WholeTurns(turns_max, stride)
-    return Arm("full context", Full()), Arm("KV-streams", turns), Arm("re-prefill", turns, restarts=True)
+    return (
+        Arm("full context", Full()),
+        Arm("KV-streams", turns),
+        Arm("re-prefill", Full(), restart=Reprefill(turns)),
+    )

@@ -84,27 +84,22 @@ def _draw_mismatch(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
 
 
 def _draw_rows(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
-    kinds = (("new text", 0.95), ("computed again", 0.55), ("K/V of a sibling taken over", 0.2))
     for place, (arm, records) in enumerate(by_arm.items()):
         count = sum(record["conversations"] for record in records)
-        fed, again, adopted = (
-            sum(_column(records, name)) / count for name in ("rows_fed", "rows_again", "rows_adopted")
-        )
-        bottom = 0.0
-        for (_, alpha), rows in zip(kinds, (fed - again, again, adopted), strict=True):
-            panel.bar(place, rows, bottom=bottom, color=COLOURS[arm], alpha=alpha, width=0.62)
-            bottom += rows
+        fed, again = (sum(_column(records, name)) / count for name in ("rows_fed", "rows_again"))
+        panel.bar(place, fed - again, color=COLOURS[arm], width=0.62)
+        panel.bar(place, again, bottom=fed - again, color=COLOURS[arm], alpha=0.45, width=0.62)
+        panel.text(place, fed, f"{fed:.1f}", ha="center", va="bottom")
         most = max(_column(records, "slots_most"))
-        panel.plot([place - 0.36, place + 0.36], [most, most], color="#24292f", linewidth=2)
-    for name, alpha in kinds:
-        panel.bar(0, 0, color="#57606a", alpha=alpha, label=name)
+        panel.plot([place - 0.38, place + 0.38], [most, most], color="#24292f", linewidth=2)
+    panel.bar(0, 0, color="#57606a", label="fed")
+    panel.bar(0, 0, color="#57606a", alpha=0.45, label="fed again")
     panel.plot([], [], color="#24292f", linewidth=2, label="largest view")
     panel.set_xticks(range(len(by_arm)), list(by_arm))
-    low, high = panel.get_ylim()
-    panel.set_ylim(low, 1.42 * high)
+    panel.set_ylim(0, 1.35 * panel.get_ylim()[1])
     panel.set_title("Rows of a conversation")
     panel.set_ylabel("rows (tokens), mean")
-    panel.legend(loc="upper left", frameon=False, ncols=2, fontsize=8)
+    panel.legend(loc="upper left", frameon=False, ncols=3, fontsize=9)
 
 
 def _column(records: Sequence[Record], name: str) -> list[float]:

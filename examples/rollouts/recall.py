@@ -18,18 +18,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from examples.rollouts.grpo import accumulate
-from examples.rollouts.stream import PLAIN
 from examples.rollouts.toys import BLOCK_TOKENS, step, toy_model
-from examples.rollouts.writers import Scribe, Writer
+from examples.rollouts.voices import Teacher
 from kvcomm.engines.transformers.identity import namespace_of
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.rollout import Sampling
 from kvcomm.streams.session import Session
 
 START = (1, 0, 0, 0)
@@ -39,8 +39,8 @@ NEUTRAL = range(40, 60)
 VOCAB_SIZE = 60
 CHANCE = 1 / len(VALUES)
 
-_LEARNING_RATE = 3e-3
-_WARM_STEPS = 50
+_LEARNING_RATE = 4e-3
+_WARM_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,15 @@ class Settings:
     seed: int = 0
 
 
-QUICK = Settings(SHORT_SET, steps=140, facts=32, questions=256)
+QUICK = Settings(SHORT_SET, steps=110, facts=24, questions=256)
+
+
+class Writer(Protocol):
+    """An engine, or a teacher."""
+
+    def session(self) -> Session: ...
+
+    def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> Any: ...
 
 
 class Fact(NamedTuple):
@@ -128,13 +136,12 @@ def draw_fact(draw: random.Random, condition: Condition) -> Fact:
     return Fact(neutral(condition.before), key, value, neutral(BLOCK_TOKENS - 2), neutral(condition.kept))
 
 
-def tell(writer: Writer, condition: Condition, facts: Sequence[Fact]) -> tuple[list[Session], list[Any]]:
-    """Streams right after their question, and what the model says next."""
+def tell(writer: Writer, condition: Condition, facts: Sequence[Fact]) -> tuple[list[Session], Any]:
+    """Streams right after their question, and what feeding it gave."""
     sessions = [writer.session() for _ in facts]
 
-    def feed(parts: Sequence[tuple[int, ...]]) -> list[Any]:
-        feeds = [(session, part) for session, part in zip(sessions, parts, strict=True) if part]
-        return writer.feed(feeds) if feeds else []
+    def feed(parts: Sequence[tuple[int, ...]]) -> Any:
+        return writer.feed([(session, part) for session, part in zip(sessions, parts, strict=True) if part])
 
     feed([(*START, *fact.before) for fact in facts])
     for session in sessions:
@@ -151,18 +158,18 @@ def tell(writer: Writer, condition: Condition, facts: Sequence[Fact]) -> tuple[l
 
 def _train(model: PreTrainedModel, condition: Condition, settings: Settings, draw: random.Random) -> float:
     """The last loss, in nats."""
-    scribe = Scribe(namespace_of(model, block_tokens=BLOCK_TOKENS))
+    teacher = Teacher(namespace_of(model, block_tokens=BLOCK_TOKENS))
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE, weight_decay=0.0)
     loss = 0.0
     for number in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * min(1.0, (number + 1) / _WARM_STEPS)
         facts = [draw_fact(draw, condition) for _ in range(settings.facts)]
-        sessions, _ = tell(scribe, condition, facts)
+        sessions, _ = tell(teacher, condition, facts)
         rollouts = []
         for session, fact in zip(sessions, facts, strict=True):
             recorder = Recorder(session, "fact")
-            recorder.sampled(fact.value, 0.0, PLAIN)
+            recorder.sampled(fact.value, 0.0, Sampling())
             rollouts.append(recorder.rollout())
             session.close()
         learned = accumulate(model, rollouts, [1.0] * len(rollouts))

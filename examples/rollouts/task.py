@@ -3,10 +3,10 @@
 ::
 
     system  <system> <end>
-    turn 0  tell 17 <end>      <assistant> noted <end>
+    turn 0  tell 11 <end>      <assistant> noted <end>
     turn 1  echo 31 <end>      <assistant> 31 <end>
     turn 2  echo 28 <end>      <assistant> 28 <end>
-    turn 3  recall <end>       <assistant> 17 <end>       right only for who still knows what turn 0 said
+    turn 3  recall <end>       <assistant> 11 <end>       right only for who still knows what turn 0 said
 
 Answers of turns between say nothing about the value, so text that is kept cannot carry it; K/V can.
 """
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from kvcomm.streams.conversation import Markup
 
 FILLER, SYSTEM, TELL, ECHO, RECALL, NOTED, ASSISTANT, END = range(8)
-VALUES = range(8, 24)
+VALUES = range(8, 16)
 """What is told and recalled."""
-ECHOES = range(24, 40)
+ECHOES = range(16, 32)
 """What is repeated at once."""
-VOCAB_SIZE = 40
+VOCAB_SIZE = 32
 
 MARKUP = Markup(frozenset({END}), filler=FILLER)
 SYSTEM_MESSAGE = (SYSTEM, END)
@@ -54,12 +54,18 @@ class Episode:
         return [tuple(one) == other for one, other in zip(said, self.answers, strict=True)]
 
 
-def draw_episode(draw: random.Random, turn_count: int) -> Episode:
-    """Raises ``ValueError`` without a turn to tell in and one to recall in."""
-    if turn_count < 2:
-        raise ValueError("an episode has a turn that tells and one that asks: at least 2")
-    value = draw.choice(VALUES)
-    echoes = [draw.choice(ECHOES) for _ in range(turn_count - 2)]
+def draw_episodes(draw: random.Random, count: int, turn_count: int) -> list[Episode]:
+    """Whose values are as different as there are, so that a mean over them is one over all values.
+
+    Raises ``ValueError`` without a turn to tell in, one to echo in and one to recall in.
+    """
+    if turn_count < 3:
+        raise ValueError("an episode has a turn that tells, some that echo and one that asks: at least 3")
+    values = [value for _ in range(-(-count // len(VALUES))) for value in draw.sample(VALUES, len(VALUES))]
+    return [_episode(value, [draw.choice(ECHOES) for _ in range(turn_count - 2)]) for value in values[:count]]
+
+
+def _episode(value: int, echoes: Sequence[int]) -> Episode:
     questions = [(TELL, value, END), *((ECHO, each, END) for each in echoes), (RECALL, END)]
     answers = [(NOTED, END), *((each, END) for each in echoes), (value, END)]
     return Episode(tuple(questions), tuple(answers))

@@ -22,10 +22,10 @@ import torch
 
 from examples.rollouts.arms import Arm, arms
 from examples.rollouts.grpo import Learned, accumulate, advantages, judged, without_events
-from examples.rollouts.playing import Played, Sampler, Teacher, play
-from examples.rollouts.task import ANSWER_TOKENS_MAX, VOCAB_SIZE, Episode, draw_episode
+from examples.rollouts.playing import Played, play
+from examples.rollouts.task import ANSWER_TOKENS_MAX, VOCAB_SIZE, Episode, draw_episodes
 from examples.rollouts.toys import BLOCK_TOKENS, step, toy_model
-from examples.rollouts.writers import Scribe
+from examples.rollouts.voices import Model, Teacher
 from kvcomm.engines.transformers.identity import namespace_of
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.streams.mismatch import Mismatch, mismatch
@@ -35,7 +35,7 @@ from kvcomm.streams.mismatch import Mismatch, mismatch
 class Settings:
     """Of a training; the defaults take about two minutes on two cores."""
 
-    steps: int = 40
+    steps: int = 50
     prompts: int = 8
     """A step."""
     group: int = 8
@@ -45,12 +45,12 @@ class Settings:
     """As many finished turns make an arm cut."""
     stride: int = 2
     """Turns a cut."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     lessons_max: int = 90
     """Steps of teaching, at most."""
     lesson_episodes: int = 32
     lesson_rate: float = 3e-3
-    taught_at: float = 0.35
+    taught_at: float = 0.4
     """Share of right recalls that ends the teaching."""
     seed: int = 0
 
@@ -58,6 +58,7 @@ class Settings:
 QUICK = Settings(steps=3, prompts=2, group=4, lessons_max=4, lesson_episodes=8)
 """Does it run at all?"""
 
+_BETAS = (0.9, 0.95)
 _WARM_STEPS = 30
 _SMOOTHED = 3
 """Lessons over which the share of right recalls is averaged."""
@@ -77,19 +78,25 @@ class _Training:
         self._model = toy_model(VOCAB_SIZE, settings.seed)
         self._namespace = namespace_of(self._model, block_tokens=BLOCK_TOKENS)
         self._draw = random.Random(settings.seed)
-        self._sampler = Sampler(torch.Generator().manual_seed(settings.seed))
+        streams = settings.prompts * settings.group
+        self._engine = StreamEngine(
+            self._model, 8 * streams * settings.turns, self._namespace, lanes_max=streams
+        )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        lessons, teach_s = self._teach()
+        optimizer = torch.optim.AdamW(
+            self._model.parameters(), self._settings.lesson_rate, betas=_BETAS, weight_decay=0.0
+        )
+        lessons, teach_s = self._teach(optimizer)
         settings = self._settings
-        streams = settings.prompts * settings.group
-        engine = StreamEngine(self._model, 8 * streams * settings.turns, self._namespace, lanes_max=streams)
-        optimizer = torch.optim.AdamW(self._model.parameters(), settings.learning_rate, weight_decay=0.0)
+        voice = Model(self._engine)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate
         for number in range(settings.steps):
             version = lessons + number
             began = self._clock()
             played = play(
-                engine, self._arm, self._episodes(settings.prompts), self._sampler,
+                self._engine, voice, self._arm, self._episodes(settings.prompts), self._draw,
                 group=settings.group, weights_version=version,
             )  # fmt: skip
             generated = self._clock()
@@ -104,18 +111,17 @@ class _Training:
             }  # fmt: skip
 
     def _episodes(self, count: int) -> list[Episode]:
-        return [draw_episode(self._draw, self._settings.turns) for _ in range(count)]
+        return draw_episodes(self._draw, count, self._settings.turns)
 
-    def _teach(self) -> tuple[int, float]:
+    def _teach(self, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
         """(steps, seconds)."""
-        settings, scribe, began = self._settings, Scribe(self._namespace), self._clock()
-        optimizer = torch.optim.AdamW(self._model.parameters(), settings.lesson_rate, weight_decay=0.0)
+        settings, voice, began = self._settings, Teacher(self._namespace), self._clock()
         recalled: list[float] = []
         while len(recalled) < settings.lessons_max:
             for group in optimizer.param_groups:
                 group["lr"] = settings.lesson_rate * min(1.0, (len(recalled) + 1) / _WARM_STEPS)
             episodes = self._episodes(settings.lesson_episodes)
-            played = play(scribe, self._arm, episodes, Teacher(episodes))
+            played = play(self._engine, voice, self._arm, episodes, self._draw)
             rollouts = [rollout for each in played for rollout in each.rollouts]
             learned = accumulate(self._model, rollouts, [1.0] * len(rollouts))
             step(self._model, optimizer)
@@ -163,8 +169,7 @@ def _told(played: Sequence[Played], learned: Learned, found: Mismatch, forgot: M
         "cut_count": sum(
             event.kind == "evict" for each in played for rollout in each.rollouts for event in rollout.events
         ),
-        "rows_fed": sum(each.cost.fed for each in played),
-        "rows_again": sum(each.cost.again for each in played),
-        "rows_adopted": sum(each.cost.adopted for each in played),
-        "slots_most": max(each.cost.slots_most for each in played),
+        "rows_fed": sum(each.rows_fed for each in played),
+        "rows_again": sum(each.rows_again for each in played),
+        "slots_most": max(each.slots_most for each in played),
     }
