@@ -362,7 +362,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_streams_archive_bytes", "gauge", _CLIENT,
-        "K/V of archived spans in the engine's memory.",
+        "K/V of archived spans in the engine's memory, after the last `settle` of its archive.",
     ),
     Definition(
         "kvcomm_streams_mismatch_kl", "gauge", _CLIENT,

@@ -38,19 +38,8 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what rollouts went through: rows, events, live slots.  Exit code 1 if one of them is damaged."""
-    from kvcomm.errors import KVCommError
-
-    found: dict[int, Timeline] = {}
-    damage = ""
-    try:
-        for index, each in _timelines(file):
-            if rollout is None or index == rollout:
-                found[index] = each
-            if index == rollout:
-                break
-    except KVCommError as error:
-        damage = f"behind rollout {max(found)}: {error.message}" if found else error.message
-    if rollout is not None and rollout not in found and not damage:
+    found, damage = _read(file, rollout)
+    if rollout is not None and not found and not damage:
         raise typer.BadParameter(f"{file.name} has no rollout {rollout}", param_hint="--rollout")
     if as_json:
         _write_json(file, found, damage)
@@ -59,13 +48,26 @@ def inspect(
     raise typer.Exit(int(bool(damage) or any(each.damage for each in found.values())))
 
 
-def _timelines(file: Path) -> Iterator[tuple[int, Timeline]]:
+def _read(file: Path, wanted: int | None) -> tuple[dict[int, Timeline], str]:
+    """(rollouts by their place, why the file could not be read to its end).  Nothing is read behind the
+    ``wanted`` one."""
+    from kvcomm.errors import KVCommError
     from kvcomm.streams.rollout_file import read_records
     from kvcomm.streams.timeline import timeline
 
+    found: dict[int, Timeline] = {}
+    count = 0
     with file.open("rb") as opened:
-        for index, record in enumerate(read_records(opened)):
-            yield index, timeline(record)
+        try:
+            for record in read_records(opened):
+                if wanted in (None, count):
+                    found[count] = timeline(record)
+                if wanted == count:
+                    break
+                count += 1
+        except KVCommError as error:
+            return found, f"rollout {count}: {error.message}"
+    return found, ""
 
 
 def _write_json(file: Path, found: dict[int, Timeline], damage: str) -> None:

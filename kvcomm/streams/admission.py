@@ -1,9 +1,10 @@
 """``Admission``: who waits for blocks of a pool, in the order in which they came.
 
 Only who does not run stands in line: a session that wants an archived span back, a prompt that is not begun.
-Each says once how many blocks it needs in all and gets all of them or none, so nobody holds new blocks while
-waiting for more.  A running session takes its next block from the pool directly: to stop it behind one that
-waits for *its* blocks would be a circle.  So who runs comes to an end, and its blocks go to who waits.
+Each says once how many blocks it needs in all, those for the rows that it will feed included, and gets all of
+them or none, so nobody holds new blocks while waiting for more.  A running session takes its next block from
+the pool directly: to stop it behind one that waits for *its* blocks would be a circle.  So who runs comes to
+an end, and its blocks go to who waits.
 
 First come, first served, without overtaking: a small wish that could be met waits behind a large one that
 cannot, or the large one would never be met.  A wait ends at its deadline, with nothing held: then the caller

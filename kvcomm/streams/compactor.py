@@ -17,11 +17,13 @@ The order inside a step, which its driver keeps::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from kvcomm.errors import ConfigError
 from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.policies.port import Checked, Look, Moment, Policy, Scoring
+from kvcomm.streams.policies.restarts import Reprefill
 from kvcomm.streams.session import Session
 
 
@@ -38,6 +40,8 @@ class Compactor:
     """
 
     def __init__(self, session: Session, policy: Policy, *, archive: bool = False) -> None:
+        if isinstance(policy, Reprefill):
+            raise ConfigError(f"policy {policy.name!r} begins new streams and cuts none: use a Restarter")
         if isinstance(policy, Checked):
             policy.check(session.block_tokens)
         self._scoring = policy if isinstance(policy, Scoring) and policy.needs_scores else None
@@ -47,6 +51,21 @@ class Compactor:
         self._scorer = None if scoring is None else scoring.scorer(session.block_tokens)
         self.session, self.policy, self.archive = session, policy, archive
         self.stopped = False
+
+    def forked(self, session: Session) -> Compactor:
+        """For a session that was forked from this one's: now, with what its blocks are worth so far, or at an
+        earlier row, where nothing is known of that."""
+        child = Compactor(session, self.policy, archive=self.archive)
+        child.stopped = self.stopped
+        if session.next_row == self.session.next_row:
+            child._scorer = deepcopy(self._scorer)
+        return child
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this policy will never cut this stream, if so: it then runs on full context, which somebody
+        should know."""
+        return self.policy.obstacle(self.look("forward")) if isinstance(self.policy, Checked) else None
 
     @property
     def query_rows(self) -> int | None:

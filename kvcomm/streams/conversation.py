@@ -24,7 +24,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 
 from kvcomm.errors import ConfigError
 from kvcomm.streams.session import Session
@@ -55,27 +57,32 @@ class Markup:
 
 
 def filler_id(
-    vocab_size: int, *, ends: Container[int], pad: int | None = None, used: Container[int] = ()
+    vocab_size: int,
+    *,
+    ends: Container[int],
+    used: Container[int],
+    pad: int | None = None,
+    spare: Sequence[int] = (),
 ) -> int:
-    """An id to fill blocks with: the pad token, else the last id that stands for no text.
+    """An id to fill blocks with: the pad token, else the last id that stands for no text, else a spare one.
 
     Args:
         vocab_size: of the model; often more than its tokenizer uses.
         ends: ids that end a message: many models pad with one of them.
-        pad: the tokenizer's pad token.
         used: ids that the tokenizer can produce.
+        pad: the tokenizer's pad token.
+        spare: special tokens that a conversation does without, such as an end of text.
 
     Raises:
         ConfigError: there is none.
     """
-    if pad is not None and pad not in ends and 0 <= pad < vocab_size:
-        return pad
-    for token in reversed(range(vocab_size)):
-        if token not in used and token not in ends:
+    unused = (token for token in reversed(range(vocab_size)) if token not in used)
+    for token in chain([] if pad is None else [pad], unused, spare):
+        if token not in ends and 0 <= token < vocab_size:
             return token
     raise ConfigError(
-        f"the pad token is missing or ends messages, and all {vocab_size} ids are in use: name an id that "
-        "never ends a message, or do without filler (filler=None; cuts then leave parts of blocks of a turn)"
+        f"the pad token is missing or ends messages, and all {vocab_size} ids are in use: name a spare one "
+        "that never ends a message, or do without filler (cuts then leave parts of blocks of a turn)"
     )
 
 
@@ -114,6 +121,47 @@ class Conversation:
         """The row where the turn under way began."""
         self._tail: int | None = None
         """Behind an end: separator tokens seen; ``None`` elsewhere."""
+
+    @classmethod
+    def resumed(
+        cls,
+        session: Session,
+        markup: Markup,
+        *,
+        filler_rows: Sequence[int] | None = None,
+        filler_rows_max: int | None = None,
+    ) -> Conversation:
+        """Of a stream with a past: adopted from another agent, recovered, or forked.  Its tokens are all read
+        once more, those that were cut, too; its turns and its prefix are what it says.
+
+        Args:
+            filler_rows: if not known, filler ids right behind the end of a message are taken for filler.
+        """
+        resumed = cls(session, markup, filler_rows_max=filler_rows_max)
+        known = None if filler_rows is None else frozenset(filler_rows)
+        for row, token in enumerate(session.tokens):
+            behind_end = resumed._tail is not None and token == markup.filler
+            is_filler = behind_end if known is None else row in known
+            if is_filler:
+                resumed.filler_rows.append(row)
+            resumed._read(token, row, None, is_filler)
+        resumed._scanned = resumed._laid = session.next_row
+        if resumed._tail is not None:
+            resumed._end_message(session.next_row, None)
+        return resumed
+
+    def forked(self, session: Session) -> Conversation:
+        """For a session that was forked from this one's, now or at an earlier row."""
+        filler_rows = self.filler_rows[: self._filler_count(session.next_row)]
+        return Conversation.resumed(
+            session, self.markup, filler_rows=filler_rows, filler_rows_max=self.filler_rows_max
+        )
+
+    def copy(self) -> Conversation:
+        """As it is now, of the same stream."""
+        other = copy(self)
+        other.filler_rows = self.filler_rows[:]
+        return other
 
     @property
     def text_rows(self) -> int:
@@ -206,21 +254,43 @@ class Conversation:
             ValueError: rows were cut before they were read, or another token was fed than the filler that was
                 laid out.
         """
-        session, first = self.session, self._scanned
-        before, count = self.message_count, session.next_row - first
-        behind = session.slot_count - count
-        """Slot of row ``first``."""
-        if behind < 0 or (count and session.view.rows[behind] != first):
-            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
-        for slot in range(behind, session.slot_count):
-            row = first + slot - behind
-            self._read(session.tokens[row], row, slot, self._is_filler(row))
-        self._scanned = session.next_row
-        if self._tail is not None and self._scanned >= self._laid:
-            self._end_message(self._scanned, session.slot_count)
+        before = self.message_count
+        self._scan(self.session.next_row)
         return self.message_count - before
 
-    def _read(self, token: int, row: int, slot: int, is_filler: bool) -> None:
+    def repeated(self, row_count: int) -> None:
+        """Instead of :meth:`scan`, when the last ``row_count`` of the new rows repeat archived text: no
+        message begins or ends in them.  Between turns they are one of their own, so that they go in order.
+
+        Raises:
+            ValueError: as :meth:`scan`; or so many rows are not new.
+        """
+        session = self.session
+        end, first = session.next_row, session.next_row - row_count
+        if not self._scanned <= first:
+            raise ValueError(f"{row_count} rows are repeated and {end - self._scanned} are new")
+        self._scan(first)
+        self._scanned = end
+        if self._border == first:
+            self._border = end
+            if self.message_count % 2:
+                self._end_turn(session.slot_count)
+                self._turn = end
+
+    def _scan(self, end: int) -> None:
+        """The rows before ``end``."""
+        session, first = self.session, self._scanned
+        behind = session.slot_count - (session.next_row - first)
+        """Slot of row ``first``."""
+        if behind < 0 or (first < end and session.view.rows[behind] != first):
+            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
+        for row in range(first, end):
+            self._read(session.tokens[row], row, behind + row - first, self._is_filler(row))
+        self._scanned = end
+        if self._tail is not None and self._scanned >= self._laid:
+            self._end_message(end, behind + end - first)
+
+    def _read(self, token: int, row: int, slot: int | None, is_filler: bool) -> None:
         if is_filler:
             if token != self.markup.filler:
                 raise ValueError(
@@ -235,14 +305,15 @@ class Conversation:
         if token in self.markup.ends:
             self._tail = 0
 
-    def _end_message(self, row: int, slot: int) -> None:
-        """One ended right before ``row``, which stands or will stand in ``slot``."""
+    def _end_message(self, row: int, slot: int | None) -> None:
+        """One ended right before ``row``, which stands or will stand in ``slot``; no slot = the session knows
+        of it."""
         self._tail, self._border = None, row
         self.message_count += 1
-        if self.message_count == 1:
+        if slot is not None and self.message_count == 1:
             self.session.protect(slot)
         if self.message_count % 2:
-            if self.message_count > 1:
+            if slot is not None and self.message_count > 1:
                 self._end_turn(slot)
             self._turn = row
 

@@ -127,7 +127,15 @@ def next_digest(before: ViewDigest, event: Event, view_after: Iterable[Run]) -> 
 
 def row_runs(rows: Iterable[int]) -> list[Run]:
     """``rows``, in their order, as runs; :func:`run_rows` is the way back."""
-    return joined(Run(row, 1) for row in rows)
+    runs: list[Run] = []
+    first = end = 0
+    for row in rows:
+        if row != end:
+            runs.append(Run(first, end - first))
+            first = row
+        end = row + 1
+    runs.append(Run(first, end - first))
+    return joined(runs)
 
 
 def run_rows(runs: Iterable[Run]) -> array[int]:

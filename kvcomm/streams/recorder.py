@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 
-from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.rollout import Rollout, Sample, Sampling, rest_of, text_of
 from kvcomm.streams.session import Session
 
@@ -24,14 +23,20 @@ class Recorder:
     Args:
         session: may hold rows already, of a context that was adopted: nobody samples those again.
         name: of the rollout.
-        counts: is told of repeated rows, if given.
+        filler_rows, repeated_rows: of those that the session holds, as its context says.
     """
 
-    def __init__(self, session: Session, name: str, counts: StreamCounts | None = None) -> None:
-        self.session, self.name, self.counts = session, name, counts
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        *,
+        filler_rows: Iterable[int] = (),
+        repeated_rows: Iterable[int] = (),
+    ) -> None:
+        self.session, self.name = session, name
         self.samples: list[Sample] = []
-        self.filler_rows: list[int] = []
-        self.repeated_rows: list[int] = []
+        self.filler_rows, self.repeated_rows = [*filler_rows], [*repeated_rows]
 
     def sampled(self, token: int, logprob: float, sampling: Sampling, loss: bool = True) -> Sample:
         """``token`` was drawn from what the last row predicts; tells the session, too.
@@ -74,8 +79,6 @@ class Recorder:
             ValueError: as :meth:`filler`.
         """
         self._mark(self.repeated_rows, self._last_rows(row_count))
-        if self.counts is not None:
-            self.counts.reprefilled(row_count)
 
     def text(self) -> tuple[int, ...]:
         """What was fed and sampled so far, fillers and repetitions left out, the pending token included."""
@@ -100,15 +103,18 @@ class Recorder:
             loss: whether a trainer learns from the shared samples in the child's rollout, too.  False where
                 the parent's is trained on as well: else they would count once a child.
         """
-        child = Recorder(session, name, self.counts)
         rows = session.next_row + (session.pending is not None)
+        child = Recorder(
+            session,
+            name,
+            filler_rows=(row for row in self.filler_rows if row < rows),
+            repeated_rows=(row for row in self.repeated_rows if row < rows),
+        )
         child.samples = [
             Sample(each.query_row, each.token, each.logprob, each.sampling, each.loss and loss)
             for each in self.samples
             if each.query_row + 1 < rows
         ]
-        child.filler_rows = [row for row in self.filler_rows if row < rows]
-        child.repeated_rows = [row for row in self.repeated_rows if row < rows]
         return child
 
     def rollout(self) -> Rollout:

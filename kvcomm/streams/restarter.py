@@ -59,6 +59,8 @@ class Restarter:
         self.conversation, self.policy = conversation, policy
         self.stopped = False
         self._summary: SlotRange | None = None
+        self._moving = conversation
+        """As it was before its summary was written."""
 
     @property
     def session(self) -> Session:
@@ -96,7 +98,7 @@ class Restarter:
         moved_rows = any(event.kind != "weights" for event in session.events)
         if tuple(session.tokens) != carry.tokens or moved_rows:
             raise ValueError("feed carry.tokens into a new session first, and nothing else")
-        other = Restarter(self.conversation.moved(session, carry.rows), self.policy)
+        other = Restarter(self._moving.moved(session, carry.rows), self.policy)
         other.stopped, other._summary = self.stopped, carry.inserted
         session.protect(carry.protected)
         for start, end in carry.turns:
@@ -111,6 +113,7 @@ class Restarter:
         kept = self._kept(moment)
         if len(kept) == len(view):
             return None
+        self._moving = self.conversation.copy()
         rows, turns = [view[slot] for slot in kept], _among(kept, session.turns)
         tokens = [session.tokens[row] for row in rows]
         if isinstance(self.policy, Summary):

@@ -168,8 +168,10 @@ class Rollout:
             row = sample.query_row + 1
             if row > self.row_count:
                 return f"has a sample of row {sample.query_row} of {self.row_count}"
-            if row < self.row_count and (self.tokens[row] != sample.token or row in marked):
+            if row < self.row_count and self.tokens[row] != sample.token:
                 return f"has another token in row {row} than was sampled for it"
+            if row in marked:
+                return f"marks row {row}, which was sampled"
         return None
 
 

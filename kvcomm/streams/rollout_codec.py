@@ -234,7 +234,7 @@ def parsed(buffer: Buffer) -> RolloutRecord:
         envelope = msgspec.json.decode(buffer, type=_Envelope)
         _require_version(envelope.format == FORMAT, envelope.version)
         return msgspec.json.decode(envelope.rollout, type=RolloutRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"not the JSON of a rollout: {error}") from error
 
 

@@ -223,9 +223,9 @@ class Session:
         if count is not None and count != len(tokens):
             raise ValueError(f"{count} of {len(feed.tokens)} planned tokens")
         self._end_plan(feed)
-        place = feed.first_slot // self.block_tokens
-        kept = -(-(feed.first_slot + len(tokens)) // self.block_tokens) - len(self.table)
-        keys = self.next_keys(tokens)
+        place, end = feed.first_slot // self.block_tokens, feed.first_slot + len(tokens)
+        kept = -(-end // self.block_tokens) - len(self.table)
+        keys = self.next_keys(tokens) if end // self.block_tokens > place else []
         self._grow(feed.taken[:kept], tokens)
         self.pool.release(feed.taken[kept:])
         for block, key in zip(self.table[place:], keys, strict=False):
@@ -440,8 +440,10 @@ class Session:
 
         Raises:
             ValueError: the session is not swapped out.
+            Refused: it is closed.
             PoolFull: no memory.  Nothing is changed then, nor when ``load`` raises.
         """
+        self._require_open()
         if self.swapped is None:
             raise ValueError("the session's bytes are in memory")
         places = -(-self.slot_count // self.block_tokens)
@@ -472,7 +474,9 @@ class Session:
 
         Raises:
             ValueError: the session is not swapped out, or its table has another length.
+            Refused: it is closed.
         """
+        self._require_open()
         places = -(-self.slot_count // self.block_tokens)
         if self.swapped is None or len(blocks) != places:
             raise ValueError(f"{len(blocks)} blocks for a session that is swapped out with {places}")
@@ -632,9 +636,10 @@ class Session:
     def _splice_in(self, event: Event, blocks: Sequence[BlockId]) -> None:
         place, count = event.insert_at // self.block_tokens, len(self.archive.pop(event.span).rows)
         self.table[place:place] = blocks
+        # A turn that it comes back into goes on behind it.
         self.turns = [
-            Turn(turn.start + count, turn.end + count) if turn.start >= event.insert_at else turn
-            for turn in self.turns
+            Turn(start + count * (start >= event.insert_at), end + count * (end > event.insert_at))
+            for start, end in self.turns
         ]
 
     def _end_plan(self, feed: Feed) -> None:

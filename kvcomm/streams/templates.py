@@ -59,23 +59,24 @@ class Rendered:
         return found.pop()
 
 
-def rendered(render: Render, messages: Sequence[Message] = PROBE) -> Rendered:
+def rendered(render: Render, messages: Sequence[Message] = PROBE, *, known: int = 0) -> Rendered:
     """The ids of ``messages`` one by one, if the template is prefix-preserving.
 
     Args:
         render: the template; whatever it raises for roles that it does not know goes through.
         messages: at least one.  Of a template's kind, so with tools if it will have tools.
+        known: so many of them are in the stream already: rendered in one go, and not among the answer's.
 
     Raises:
         TemplateError: it is not: an earlier message is rendered otherwise once a later one is there, or the
             generation prefix is not what the answer begins with.
     """
-    if not messages:
-        raise ValueError("render at least one message")
+    if not 0 <= known < len(messages):
+        raise ValueError("render at least one message that is not known")
     parts: list[tuple[int, ...]] = []
-    before: tuple[int, ...] = ()
+    before = tuple(render(messages[:known], False)) if known else ()
     prefixes: dict[tuple[int, ...], None] = {}
-    for count in range(1, len(messages) + 1):
+    for count in range(known + 1, len(messages) + 1):
         ids = tuple(render(messages[:count], False))
         _require_prefix(before, ids, f"message {count - 1} is there")
         if messages[count - 1]["role"] == WRITER and count > 1:

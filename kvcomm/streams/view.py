@@ -27,6 +27,7 @@ from kvcomm.streams.events import (
     ViewDigest,
     joined,
     next_digest,
+    row_runs,
     run_rows,
 )
 
@@ -149,7 +150,7 @@ class View:
         if insert_at > self.slot_count:
             raise Corrupt(f"a restore at slot {insert_at} of a view of {self.slot_count}")
         before, after = _divided(self.runs, [insert_at])
-        return joined(chain(before, (Run(row, 1) for row in back), after)), back
+        return joined(chain(before, row_runs(back), after)), back
 
 
 def _divided(runs: Sequence[Run], borders: Iterable[int]) -> tuple[list[Run], list[Run]]:

@@ -17,6 +17,7 @@ are done: nothing is computed twice.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -74,20 +75,20 @@ def _no_journal(event: Event) -> None:
 class Stream:
     """One rollout.
 
-    Args:
-        engine: who computes it.
-        name: of the rollout.
-        policy: what to cut; nothing if not given.
-        markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
-        sampling: how tokens are drawn.
-        seed: of the draw.
-        archive: keep what is cut, to bring it back.
-        filler_rows_max: see ``Conversation``.
-        session: to go on with, of ``engine``; a new one if not given.
-        journal: of the new session.
+        Args:
+            engine: who computes it.
+            name: of the rollout.
+            policy: what to cut; nothing if not given.
+            markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
+            sampling: how tokens are drawn.
+            seed: of the draw.
+            archive: keep what is cut, to bring it back.
+            filler_rows_max: see ``Conversation``.
+            session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
+            journal: of the new session.
 
-    Raises:
-        ConfigError: the policy does not fit the engine's blocks.
+        Raises:
+            ConfigError: the policy does not fit the engine's blocks.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Stream:
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
         if markup is not None:
-            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+            begun = Conversation.resumed if self.session.next_row else Conversation
+            self.conversation = begun(self.session, markup, filler_rows_max=filler_rows_max)
+            self.recorder.filler_at(self.conversation.filler_rows)
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
@@ -119,14 +122,73 @@ class Stream:
         """The answer's last row has K/V."""
         self._finishing = self._cut_due = False
         self._generator = torch.Generator().manual_seed(seed)
+        self._engine = engine
 
     def rollout(self) -> Rollout:
         """As it is now."""
         return self.recorder.rollout()
 
+    def fork(
+        self,
+        name: str,
+        *,
+        seed: int,
+        loss: bool = False,
+        at_row: int | None = None,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Stream:
+        """Another stream with the same past, whose blocks it shares and whose draw goes another way from here:
+        siblings of one prompt, or what follows instead of a mistake.
+
+        Args:
+            name: of its rollout; its digest stands in the log.
+            seed: of its draw.
+            loss: whether a trainer learns from the samples so far in this rollout, too.
+            at_row: with the past before that row, which must not be before the last event; then it is
+                prefilled before it generates.
+
+        Raises:
+            ValueError: an answer is under way; see ``Session.fork``.
+            PoolFull: no block for a copy of the partial last one.
+        """
+        self._require_no_answer()
+        digest = hashlib.sha256(name.encode()).digest()
+        session = self._engine.fork(self.session, digest, journal=journal, at_row=at_row)
+        child = Stream(self._engine, name, sampling=self.sampling, seed=seed, session=session)
+        child.compactor = self.compactor.forked(session)
+        child.recorder = self.recorder.fork(session, name, loss=loss)
+        child.conversation = self.conversation and self.conversation.forked(session)
+        if session.next_row == self.session.next_row:
+            child.logits, child.finished, child._cut_due = self.logits, self.finished, self._cut_due
+        return child
+
+    def successor(self, name: str, conversation: Conversation) -> Stream:
+        """The stream that goes on with this one's conversation, moved to the session where it stands now, and
+        with its draw.
+
+        Raises:
+            ValueError: an answer is under way.
+        """
+        self._require_no_answer()
+        policy, archive = self.compactor.policy, self.compactor.archive
+        other = Stream(
+            self._engine,
+            name,
+            policy=policy,
+            sampling=self.sampling,
+            session=conversation.session,
+            archive=archive,
+        )
+        other.conversation, other._generator = conversation, self._generator
+        return other
+
     def close(self) -> None:
         """Let go of all memory; idempotent."""
         self.session.close()
+
+    def _require_no_answer(self) -> None:
+        if self.answer is not None:
+            raise ValueError("an answer is under way: let generate() finish it first")
 
     # -- the parts of a step, for who drives it
 
@@ -150,6 +212,14 @@ class Stream:
             self.compactor.at_admission()
         if self.answer is None:
             self.answer, self.finished = Answer(), False
+
+    def adopt(self, tokens: list[int]) -> list[int]:
+        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+        if self.compactor.query_rows is not None:  # nobody would see what they attend
+            return tokens
+        count = self.session.adopt_prefix(tokens)
+        self._read()
+        return tokens[count:]
 
     def cut(self) -> None:
         """What the last pass made too much goes, before the next one."""
@@ -202,7 +272,8 @@ def prefill(
     *,
     chunk_rows: int = PREFILL_ROWS,
 ) -> None:
-    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.
+    """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
+    has already, of siblings with the same past, is taken up and not computed.
 
     Args:
         chunk_rows: most rows of a stream in one pass.
@@ -220,7 +291,7 @@ def prefill(
         rest: dict[Stream, list[int]] = {}
         for stream, prompt in prompts:
             batch.bring_in(stream)
-            rest[stream] = stream.admit(prompt)
+            rest[stream] = stream.adopt(stream.admit(prompt))
         while rest:
             for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
                 rest[stream] = rest[stream][chunk_rows:]
@@ -243,7 +314,7 @@ def generate(
     """Let the streams answer their prompts, all in one batch.
 
     Args:
-        streams: prefilled.
+        streams: prefilled, or adopted in the middle of an answer.
         max_new_tokens: of each.
         stop: an answer ends with one of these; if not given, with what ends a message of its stream.
         end: fed behind an answer that a limit cut short, to end its message.
@@ -256,7 +327,7 @@ def generate(
     """
     limits = _Limits(max_new_tokens, stop, end, loss)
     batch = _Batch(engine, streams)
-    if any(stream.logits is None for stream in streams):
+    if any(stream.logits is None and stream.session.pending is None for stream in streams):
         raise ValueError("prefill a stream before it generates")
     for stream in streams:
         if stream.goes_on_uncut:

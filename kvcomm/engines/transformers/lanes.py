@@ -25,6 +25,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvcomm.engines.transformers.paged import PagedKV
+from kvcomm.streams.pool import BlockId
 from kvcomm.streams.session import Session
 
 _GROWTH = 1.5
@@ -38,9 +39,20 @@ class _Seat:
     """Whose lane it is, and what it holds."""
 
     session: ReferenceType[Session]
-    slot_count: int
-    event_count: int
     pass_number: int
+    table: list[BlockId] | None = None
+    """Another list after the session was swapped in."""
+    slot_count: int = 0
+    event_count: int = 0
+
+    def holds(self, session: Session) -> bool:
+        """Whether nothing but feeds happened to the session since."""
+        now = (session.slot_count, len(session.events))
+        return self.table is session.table and (self.slot_count, self.event_count) == now
+
+    def filled(self, session: Session) -> None:
+        self.table, self.slot_count = session.table, session.slot_count
+        self.event_count = len(session.events)
 
 
 class Lanes:
@@ -83,7 +95,7 @@ class Lanes:
             return
         seat = self._seats[lane]
         assert seat is not None and seat.session() is session
-        seat.slot_count, seat.event_count = session.slot_count, len(session.events)
+        seat.filled(session)
 
     def leave(self, session: Session) -> None:
         """The session's rows were written to the memory alone, or it is not fed for a while."""
@@ -113,7 +125,7 @@ class Lanes:
             if (stranger := self._session(lane)) is not None:
                 self.leave(stranger)
             self.leave(session)
-            self._seats[lane] = _Seat(ref(session), 0, 0, self._pass_number)
+            self._seats[lane] = _Seat(ref(session), self._pass_number)
             self._lane_by_session[session] = lane
         return [self._lane_by_session[session] for session in sessions]
 
@@ -133,14 +145,14 @@ class Lanes:
         seat, count = self._seats[lane], session.slot_count
         assert seat is not None
         seat.pass_number = self._pass_number
-        if (seat.slot_count, seat.event_count) == (count, len(session.events)) and count:
+        if count and seat.holds(session):
             return
         self.states[:, :, lane].zero_()  # what is not attended still has to be a number
         blocks = torch.tensor(session.table, dtype=torch.int64, device=self.states.device)
         for layer in range(self.states.shape[0] if count else 0):
             self.states[layer, :, lane, :, :count] = self._paged.read(layer, blocks)[:, :, :count]
         self.rows[lane, :count] = torch.tensor(session.view.rows, dtype=torch.int64)
-        seat.slot_count, seat.event_count = count, len(session.events)
+        seat.filled(session)
         self.gathered_count += bool(count)
 
     def _reserve(self, sessions: Sequence[Session], place_count: int) -> None:
@@ -181,9 +193,10 @@ class LaneLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._places[:, None, :, None].expand_as(key_states)
         self.keys, self.values = self._states[0], self._states[1]
-        self.keys.scatter_(2, places, key_states)
-        self.values.scatter_(2, places, value_states)
-        return self.keys, self.values
+        self.keys.scatter_(2, places, key_states.to(self.dtype))
+        self.values.scatter_(2, places, value_states.to(self.dtype))
+        # Where K/V are kept in fewer bits than the model computes in, new rows are read as old ones will be.
+        return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
 
 
 def lane_cache(states: torch.Tensor, places: torch.Tensor, held: int) -> DynamicCache:

@@ -24,6 +24,8 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: Sequence
     Args:
         logits: ``[n, vocab_size]``; computed in float64.
         uniforms: in [0, 1), one a row; not looked at where the temperature is 0.
+
+    Log probabilities are NaN where the logits hold one.
     """
     found: dict[int, Drawn] = {}
     for sampling in dict.fromkeys(samplings):
@@ -41,6 +43,7 @@ def _drawn(logits: torch.Tensor, sampling: Sampling, uniforms: Sequence[float]) 
         # Just below the sum, so that the token found has a probability.
         numbers = torch.tensor(uniforms, dtype=below.dtype, device=below.device)[:, None] * (1 - 1e-12)
         tokens = torch.searchsorted(below, numbers * below[:, -1:], right=True)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # where no number is larger, as behind NaN
     else:
         tokens = logits.argmax(-1, keepdim=True)
     chosen = torch.cat([tokens.to(log_probs.dtype), log_probs.gather(-1, tokens)], dim=-1)

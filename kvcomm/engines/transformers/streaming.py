@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -36,7 +36,8 @@ class StreamEngine:
     Args:
         model: in evaluation mode.
         block_count: size of the paged memory, on the model's device.
-        namespace: of ``model``; computed when not given (hashes all weights).
+        namespace: of ``model``; computed when not given (hashes all weights).  Its dtype is the memory's:
+            with fewer bits than the model computes in, rows are rounded when they are written.
         block_tokens: of a namespace that is computed.
         rows_max: most rows of a session; the model's ``max_position_embeddings`` if not given.
         chunk_rows: most rows of a session in one pass, bounds the memory of the attention mask; a longer
@@ -75,20 +76,40 @@ class StreamEngine:
         self.lanes = Lanes(self.paged, lanes_max)
         config = model.config.get_text_config(decoder=True)
         self.rows_max = rows_max or int(config.max_position_embeddings)
+        self.weights_version = 0
+        """Of the rows that are computed now; see :meth:`set_weights`."""
         self._swapped: WeakKeyDictionary[Session, list[memoryview]] = WeakKeyDictionary()
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
         self._window = window_of(model)
         on_gpu = model.device.type == "cuda"
-        pages = decode == "pages" or (decode == "auto" and on_gpu and decodes_pages(model))
-        if pages and not decodes_pages(model):
+        able = decodes_pages(model) and self.paged.states.dtype == model.dtype
+        pages = decode == "pages" or (decode == "auto" and on_gpu and able)
+        if pages and not able:
             raise ValueError("this model cannot decode over pages; see kvcomm.engines.transformers.decoding")
         self._decode = PagedDecode(model, self.paged, self.rows_max, record=on_gpu) if pages else None
 
     def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
         session = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
         self.counts.watch(session)
+        if self.weights_version:
+            session.set_weights(self.weights_version)
         return session
+
+    def set_weights(self, version: int, sessions: Iterable[Session] = ()) -> None:
+        """The model's weights were changed in place: rows of ``sessions`` go on under them, over the K/V of
+        the old ones, and new sessions share no block with older weights.  Other open sessions must not be
+        fed any more.
+
+        Raises:
+            ValueError: no version, or the one in force.
+            Refused: a session is closed or swapped out; those before it have changed.
+        """
+        if version < 1 or version == self.weights_version:
+            raise ValueError(f"weights {version} after {self.weights_version}: that is no change")
+        for session in sessions:
+            session.set_weights(version)
+        self.weights_version = version
 
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None

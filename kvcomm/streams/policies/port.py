@@ -62,10 +62,14 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Checked(Policy, Protocol):
-    """A policy whose settings may not fit an engine."""
+    """A policy whose settings may not fit an engine, or a stream."""
 
     def check(self, block_tokens: int) -> None:
         """Raises ``ConfigError``."""
+        ...
+
+    def obstacle(self, look: Look) -> str | None:
+        """Why it never cuts a stream that looks like this, if so."""
         ...
 
 

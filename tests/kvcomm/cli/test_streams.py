@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,7 @@ def test_a_file_that_was_cut_off_shows_what_is_whole(file: Path):
     file.write_bytes(file.read_bytes()[:-20])
     result = inspected(file)
     assert result.exit_code == 1
-    assert f"damaged: behind rollout {COUNT - 2}: " in result.stdout
+    assert f"damaged: rollout {COUNT - 1}: " in result.stdout
     assert f"story-{COUNT - 1}" not in result.stdout
     assert inspected(file, "--rollout", 0).exit_code == 0
     assert inspected(file, "--rollout", COUNT - 1).exit_code == 1
@@ -132,9 +134,9 @@ def test_a_file_of_nothing_or_of_something_else(tmp_path: Path):
     assert (empty.exit_code, "is empty" in empty.stdout) == (0, True)
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     other = inspected(path)
-    assert (other.exit_code, "damaged: not a rollout" in other.stdout) == (1, True)
+    assert (other.exit_code, "damaged: rollout 0: not a rollout" in other.stdout) == (1, True)
     assert document(inspected(path, "--json")) == {
-        "file": str(path), "rollouts": [], "damage": "not a rollout",
+        "file": str(path), "rollouts": [], "damage": "rollout 0: not a rollout",
     }  # fmt: skip
     assert inspected(tmp_path / "absent").exit_code == 2
 
@@ -147,6 +149,18 @@ def test_a_name_is_text_not_markup(tmp_path: Path):
         write_rollouts(opened, [telling.recorder.rollout()] * 2)
     assert "[bold]x[/]" in inspected(path).stdout
     assert "rollout [bold]x[/]" in inspected(path, "--rollout", 0).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_command_ends_with_the_code_that_it_says(file: Path):
+    command = [sys.executable, "-m", "kvcomm.cli", "streams", "inspect", str(file), "--json"]
+    sound = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (sound.returncode, sound.stderr) == (0, b"")
+    assert len(json.loads(sound.stdout)["rollouts"]) == COUNT
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    damaged = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert damaged.returncode == 1
 
 
 @pytest.mark.parametrize(("count", "length"), [(0, 0), (1, 1), (50, BAR_CELLS // 2), (100, BAR_CELLS)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.heavy_hitter import HeavyHitter
 from kvcomm.streams.policies.port import Look
 from kvcomm.streams.policies.random_blocks import RandomBlocks
+from kvcomm.streams.policies.restarts import Reprefill
 from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.policies.window import WindowFifo
 from kvcomm.streams.session import Session
@@ -91,13 +93,18 @@ def test_fault_b03_what_is_kept_is_row_by_row_what_was_fed_where_the_prompt_ends
 
 def test_edge_03_a_prompt_longer_than_the_window_is_no_endless_loop():
     _, session = stream(200, protect=150)
-    window = WindowFifo(144, 48)
-    compactor = Compactor(session, window)
+    compactor = Compactor(session, WindowFifo(144, 48))
     assert compactor.after_forward() == []
-    assert "160 slots are protected" in (window.obstacle(compactor.look("forward")) or "")
+    assert "160 slots are protected" in (compactor.obstacle or "")
+    assert Compactor(session_with_prompt(140), WindowFifo(144, 48)).obstacle is None
+    assert Compactor(session_with_prompt(140), WholeTurns(2, 1)).obstacle is None
     _, long = stream(300, protect=40)
     assert cuts(Compactor(long, WindowFifo(160, 64)).after_forward()) == [(300, ((48, 112),))] * 3
     assert long.slot_count == 108
+
+
+def session_with_prompt(rows: int) -> Session:
+    return stream(rows, protect=rows)[1]
 
 
 def test_edge_03_the_protected_prefix_fills_the_window():
@@ -285,6 +292,29 @@ def test_a_policy_that_needs_scores_and_cannot_make_them_is_refused():
     _, session = stream(0)
     with pytest.raises(ConfigError, match="'named' needs scores"):
         Compactor(session, Named([], needs_scores=True))
+
+
+def test_edge_15_a_fork_knows_what_its_blocks_are_worth():
+    engine, session = stream(96)
+    compactor = Compactor(session, HeavyHitter(95, 16, recent=16))
+    compactor.observe([1.0 if slot // 16 != 3 else 0.1 for slot in range(96)], 96)
+    child = session.fork(bytes(32))
+    forked = compactor.forked(child)
+    assert [each for _, each in cuts(forked.after_forward())] == [((48, 64),)]
+    assert [each for _, each in cuts(compactor.after_forward())] == [((48, 64),)]
+    engine.feed(child, [1])
+    forked.observe([0.0] * 81, 1)
+    earlier = session.fork(bytes(32), at_row=96)
+    compactor.stop()
+    assert compactor.forked(earlier).stopped
+
+
+def test_a_policy_that_begins_new_streams_is_not_taken_for_one_that_cuts():
+    policy: Any = Reprefill(WholeTurns(2, 1))
+    with pytest.raises(
+        ConfigError, match="'reprefill turns' begins new streams and cuts none: use a Restarter"
+    ):
+        Compactor(stream(0)[1], policy)
 
 
 @pytest.mark.parametrize("policy", [WindowFifo(144, 40), RandomBlocks(144, 8), HeavyHitter(144, 24)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import SupportsIndex
 
@@ -382,6 +383,37 @@ def test_a_chunk_may_end_between_an_end_and_what_belongs_to_it():
         assert talk.session.turns == [(32, 80)]
 
 
+def test_edge_22_text_that_is_read_again_makes_no_messages_and_is_a_turn_of_its_own():
+    talk = Dialogue(WholeTurns(2, 1))
+    talk.admit(talk.message(20), prefix=())
+    talk.turn(10, 12)
+    half = talk.session.tokens[40:60]
+    assert END in half
+    before = talk.conversation.message_count
+    talk.engine.feed(talk.session, half)
+    talk.conversation.repeated(20)
+    assert talk.conversation.message_count == before
+    assert talk.session.turns == [(32, 64), (64, 84)]
+    talk.turn(10, 12)
+    assert talk.session.events[0].ranges == ((32, 64),)
+    assert talk.session.turns == [(32, 52), (52, 80)]
+    assert not talk.conversation.in_message
+
+
+def test_edge_22_inside_a_message_it_belongs_to_it():
+    talk = Dialogue(Full())
+    talk.admit(talk.message(20), talk.message(5))
+    talk.session.sampled(500)
+    talk.engine.feed(talk.session, [500, 600, END, NEWLINE, 700])
+    talk.conversation.repeated(4)
+    assert talk.conversation.in_message
+    assert talk.conversation.message_count == 2
+    talk.answer(3)
+    assert talk.session.turns == [(32, 64)]
+    with pytest.raises(ValueError, match="3 rows are repeated and 0 are new"):
+        talk.conversation.repeated(3)
+
+
 # ---------------------------------------------------------------------------------------- wrong use
 
 
@@ -445,14 +477,15 @@ def test_markup_that_contradicts_itself_is_refused(settings, why: str):
 
 
 def test_filler_is_the_pad_token_unless_that_ends_messages():
-    assert filler_id(100, pad=3, ends={7}) == 3
+    assert filler_id(100, pad=3, ends={7}, used=range(98)) == 3
     assert filler_id(100, pad=7, ends={7}, used=range(98)) == 99
     assert filler_id(100, ends={99}, used=range(98)) == 98
     assert filler_id(100, pad=100, ends={99}, used=range(98)) == 98, (
         "a pad token that the model has no row for"
     )
+    assert filler_id(100, pad=7, ends={7}, used=range(100), spare=[7, 200, 5, 6]) == 5
     with pytest.raises(ConfigError, match="all 100 ids are in use"):
-        filler_id(100, pad=7, ends={7}, used=range(100))
+        filler_id(100, pad=7, ends={7}, used=range(100), spare=[7])
 
 
 @pytest.mark.slow
@@ -486,6 +519,66 @@ def test_any_dialogue_ends_in_whole_messages_and_honest_books(size, turns, chunk
     if isinstance(policy, Full):
         borders = [start for start, _ in told[1::2]] + [session.next_row]
         assert session.turns == list(pairwise(borders))
+
+
+def known_to(conversation: Conversation) -> dict[str, object]:
+    """What decides what it does next."""
+    names = ("message_count", "filler_rows", "in_message", "text_rows", "_border", "_turn", "_scanned")
+    return {name: copy(getattr(conversation, name)) for name in names}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_stream_with_a_past_is_read_once_more_without_its_turns(known: bool):
+    """Cut rows too; filler is told from its place where nobody says."""
+    talk = Dialogue(WholeTurns(2, 1))
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(4):
+        talk.turn(10, 12)
+    talk.admit(talk.message(4))
+    turns, events = list(talk.session.turns), list(talk.session.events)
+    again = Conversation.resumed(
+        talk.session,
+        talk.conversation.markup,
+        filler_rows=talk.conversation.filler_rows if known else None,
+    )
+    assert known_to(again) == known_to(talk.conversation)
+    assert again.in_message
+    assert (talk.session.turns, talk.session.events) == (turns, events)
+    talk.conversation = again
+    talk.answer(3)
+    assert len(talk.session.turns) == len(turns) + 1
+
+
+def test_edge_15_a_fork_goes_on_with_the_conversation_from_any_row():
+    talk = Dialogue(Full())
+    talk.admit(talk.message(20), talk.message(5))
+    row = talk.session.next_row
+    before = known_to(talk.conversation)
+    talk.answer(7)
+    talk.turn(3, 4)
+    earlier = talk.conversation.forked(talk.session.fork(bytes(32), at_row=row))
+    assert known_to(earlier) == before
+    assert earlier.session.turns == []
+    now = talk.conversation.forked(talk.session.fork(bytes(32)))
+    assert known_to(now) == known_to(talk.conversation)
+    assert now.session.turns == talk.session.turns
+
+
+def test_rows_that_are_adopted_instead_of_computed_are_read_like_others():
+    first, second = Dialogue(Full()), Dialogue(Full())
+    second.engine = first.engine
+    second.session = second.conversation.session = first.engine.session()
+    second.compactor.session = second.session
+    history = [first.message(length) for length in (20, 30, 40, 3)]
+    first.admit(*history)
+    chunk = second.conversation.admit(history, PREFIX)
+    adopted = second.session.adopt_prefix(chunk.tokens)
+    assert adopted == 128
+    assert second.conversation.scan() == 3
+    second.engine.feed(second.session, chunk.tokens[adopted:])
+    second.conversation.scan()
+    assert known_to(second.conversation) == known_to(first.conversation)
+    assert second.session.turns == first.session.turns == [(32, 112)]
 
 
 def test_a_stream_that_brings_rows_along_is_read_from_its_first_row():

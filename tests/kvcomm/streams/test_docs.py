@@ -12,14 +12,20 @@ import pytest
 
 from kvcomm.client import Client
 from kvcomm.rpc import Peers
+from kvcomm.streams.rollout_codec import from_json
 from tests.kvcomm.streams.clusters import Cluster
 from tests.kvcomm.test_client import IDENTITY
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/streams.md"
 
+TEMPLATE = (
+    "{% for each in messages %}<s>{{ each['role'] }} {{ each['content'] }}</s> {% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
 
-def examples() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def client() -> Client:
@@ -31,20 +37,13 @@ def client() -> Client:
 @pytest.mark.model
 def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    from tests.models import VOCAB_SIZE, stream_model
+    from tests.models import stream_model, tiny_tokenizer
 
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {
-        "model": stream_model("llama gqa"),
-        "kv": client(),
-        "END": 2,
-        "PAD": 3,
-        "system": [*range(10, 40), 2],
-        "question": [*range(50, 90), 2],
-        "tool_output": [*range(100, 130), 2],
-    }
-    assert VOCAB_SIZE > 130
-    for example in examples():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    names: dict[str, Any] = {"model": stream_model("llama gqa"), "tokenizer": tokenizer, "kv": client()}
+    for example in examples("python"):
         exec(compile(example, str(PAGE), "exec"), names)
     rollout = names["rollout"]
     assert [event.kind for event in rollout.events] == ["evict"] * len(rollout.events)
@@ -56,6 +55,14 @@ def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert metrics['kvcomm_streams_mismatch_kl{over="mean"}'] > 0
     if target := os.environ.get("KVCOMM_DOCS_ROLLOUTS"):  # to write what the page shows of `inspect`
         shutil.copy(tmp_path / "rollouts.kvr", target)
+
+
+def test_the_json_is_a_sound_rollout() -> None:
+    (shown,) = examples("json")
+    rollout = from_json(shown.encode())
+    rollout.visibility()
+    assert rollout.events[0].ranges == ((4, 8),)
+    assert [(each.query_row, each.token) for each in rollout.samples] == [(7, 61), (8, 7), (9, 2)]
 
 
 def test_the_page_names_only_what_there_is() -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from kvcomm.errors import TokenError
-from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import ROOT_DIGEST
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.recorder import Recorder
@@ -158,13 +157,20 @@ def test_edge_15_a_fork_of_an_earlier_row_forgets_what_came_after():
     assert child.rollout().tokens == (1, 2, 3, 4, 0, 7)
 
 
+def test_a_context_that_was_adopted_brings_its_marks():
+    session = recorder([1, 0, 1, 0]).session
+    writing = Recorder(session, "two", filler_rows=(1, 3), repeated_rows=(2,))
+    assert writing.text() == (1,)
+    feed(session, [5, 0])
+    writing.filler(1)
+    found = writing.rollout()
+    assert (found.filler_rows, found.repeated_rows, found.text()) == ((1, 3, 5), (2,), (1, 5))
+
+
 def test_edge_22_rows_of_a_lost_span_are_said_to_be_repetitions():
     writing = recorder([1, 2, 3, 4])
-    writing.counts = StreamCounts()
     feed(writing.session, [1, 2])
     writing.repeated(2)
-    counted = writing.counts.metrics.snapshot()
-    assert counted['kvcomm_streams_rows_total{what="reprefilled"}'] == 2
     found = writing.rollout()
     assert found.repeated_rows == (4, 5)
     assert found.text() == (1, 2, 3, 4)

@@ -147,6 +147,24 @@ def test_a_summary_stands_behind_the_prefix_and_gives_way_to_the_next_one():
     assert talk.live_turns[1:] == [0, 1, 2, 1, 2, 1, 2]
 
 
+def test_what_is_said_to_write_a_summary_is_no_part_of_the_conversation():
+    """Whatever the number of messages that it takes, whether they end or not."""
+
+    def write(session: Session, dropped: Sequence[int]) -> list[int]:
+        talk.feed(talk.conversation.admit([talk.message(4)] * 2, (11,)))
+        talk.session.sampled(500)
+        talk.feed(talk.conversation.finish())
+        return [900, END, NEWLINE]
+
+    talk = Moving(Summary(WholeTurns(2, 1), write))
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(6):
+        talk.turn(10, 12)
+    assert talk.live_turns[1:] == [0, 1, 1, 1, 1, 1]
+    assert talk.conversation.message_count == 13
+    assert all(talk.session.tokens[row] == 9 for row in talk.conversation.filler_rows)
+
+
 def test_a_stream_that_is_cut_while_its_summary_is_written_is_an_error():
     def write(session: Session, dropped: Sequence[int]) -> list[int]:
         session.evict([session.turns[0]])

@@ -233,6 +233,13 @@ def test_what_is_no_json_of_a_rollout_is_refused(line: bytes):
         codec.from_json(line)
 
 
+@pytest.mark.parametrize("where", ["x", "rollout"])
+def test_what_is_nested_without_end_is_refused(where: str):
+    deep = f'{{"format":"kvcomm.rollout","version":1,"{where}":{"[" * 5_000}1{"]" * 5_000}}}'
+    with pytest.raises(Corrupt, match="recursion"):
+        codec.from_json(deep.encode())
+
+
 # -- bounds
 
 

@@ -283,5 +283,5 @@ class Stories(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_gate_g04_any_story_of_several_sessions() -> None:
     stories = Stories.TestCase
-    stories.settings = settings(max_examples=100, stateful_step_count=50)
+    stories.settings = settings(max_examples=60, stateful_step_count=50)
     stories().runTest()

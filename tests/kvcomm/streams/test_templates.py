@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvcomm.streams.conversation import Conversation, Markup
-from kvcomm.streams.templates import Message, TemplateError, rendered
+from kvcomm.streams.templates import PROBE, Message, TemplateError, rendered
 from tests.kvcomm.streams.symbolic import SymbolicEngine
 
 END = 256
@@ -99,6 +99,20 @@ def test_a_template_is_judged_by_messages_of_its_kind():
     assert len(rendered(drops_reasoning, plain).messages) == 3
     with pytest.raises(ValueError, match="at least one message"):
         rendered(chatml, [])
+
+
+def test_messages_that_are_known_are_rendered_once_and_not_given():
+    renders = []
+
+    def counted(messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        renders.append(len(messages))
+        return chatml(messages, add_generation_prompt)
+
+    whole = rendered(chatml)
+    part = rendered(counted, PROBE, known=3)
+    assert part.messages == whole.messages[3:]
+    assert part.generation_prefix == whole.generation_prefix
+    assert sorted(renders) == [3, 4, 4, 5, 5]
 
 
 def test_the_separator_is_one_and_the_same():

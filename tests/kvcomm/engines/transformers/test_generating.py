@@ -10,9 +10,9 @@ import torch
 from kvcomm.engines.transformers.generating import Answer, Prompt, Stream, generate, prefill
 from kvcomm.engines.transformers.replaying import replay
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import PoolFull
+from kvcomm.errors import ConfigError, PoolFull
 from kvcomm.streams.conversation import Markup
-from kvcomm.streams.mismatch import EXACT, mismatch
+from kvcomm.streams.mismatch import EXACT, ROUNDED, mismatch
 from kvcomm.streams.policies.heavy_hitter import HeavyHitter
 from kvcomm.streams.policies.port import Policy
 from kvcomm.streams.policies.snap import Snap
@@ -74,7 +74,7 @@ SAMPLINGS = [
 ]
 
 
-def test_a_batch_writes_what_each_stream_writes_alone():
+def test_edge_20_a_batch_of_different_samplings_writes_what_each_stream_writes_alone():
     engine = engine_of("qwen3 sliding")
 
     def streams() -> list[Stream]:
@@ -222,11 +222,15 @@ def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
     engine.pool.check()
 
 
-def test_edge_13_swapping_keeps_every_byte():
-    engine = engine_of("llama gqa", 16)
-    session = engine.session()
-    engine.feed([(session, drawn(1, 90))])
-    session.evict([(16, 48)])
+@pytest.mark.parametrize("decode", ["lanes", "pages"])
+def test_edge_13_swapping_keeps_every_byte(decode):
+    engine = engine_of("llama gqa", 16, decode=decode)
+    session, undisturbed = engine.session(), StreamEngine(engine.model, 16, engine.namespace)
+    expected = undisturbed.session()
+    for each, its in ((engine, session), (undisturbed, expected)):
+        each.feed([(its, drawn(1, 90))])
+        its.evict([(16, 48)])
+        each.feed([(its, [7])])
     before = [bytes(engine.payload(block)) for block in session.table]
     twin = engine.fork(session, bytes(32))
     engine.swap_out(session)
@@ -240,7 +244,8 @@ def test_edge_13_swapping_keeps_every_byte():
     assert [bytes(engine.payload(block)) for block in session.table] == before
     with pytest.raises(ValueError, match="no bytes of that session"):
         engine.swap_in(session)
-    engine.feed([(session, [5])])
+    results = [each.feed([(its, [5])])[0] for each, its in ((engine, session), (undisturbed, expected))]
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
     session.check()
 
 
@@ -305,3 +310,113 @@ def test_fault_b09_the_first_token_of_an_answer_sees_what_the_rest_of_it_sees():
     assert len(stream.session.events) == 1
     assert stream.logits is not None and manual.logits is not None
     torch.testing.assert_close(stream.logits, manual.logits, atol=1e-5, rtol=0)
+
+
+def test_edge_15_forks_answer_one_prompt_each_in_its_own_way():
+    engine = engine_of("qwen3")
+    first = Stream(engine, "first", policy=WholeTurns(3, 2), markup=CHAT, seed=0)
+    chat(engine, first, 4)
+    prefill(engine, [(first, Prompt([message(60, 20)], [7, 8]))])
+    free = engine.pool.free_count
+    forks = [first.fork(f"fork {n}", seed=n) for n in range(3)]
+    assert free - engine.pool.free_count == 3  # the partial block of each
+    streams = [first, *forks]
+    answers = generate(engine, streams, 20, end=END)
+    assert len({tuple(answer.tokens) for answer in answers}) == 4
+    for stream in streams:
+        prefill(engine, [(stream, Prompt([message(61, 9)], [7, 8]))])
+    generate(engine, streams, 6, end=END)
+    rollouts = [stream.rollout() for stream in streams]
+    assert [event.kind for event in rollouts[1].events].count("fork") == 1
+    assert sum(sample.loss for sample in rollouts[1].samples) < sum(s.loss for s in rollouts[0].samples)
+    assert_exact(engine, *rollouts)
+    for stream in streams:
+        stream.close()
+    assert engine.pool.free_count == engine.pool.block_count
+
+
+def test_edge_15_a_fork_before_a_mistake_does_not_have_it():
+    engine = engine_of()
+    stream = Stream(engine, "with a mistake", seed=1)
+    answered(engine, stream, plain(1, 40), 12)
+    child = stream.fork("repaired", seed=2, loss=True, at_row=45)
+    assert child.logits is None and len(child.rollout().samples) == 5
+    with pytest.raises(ValueError, match="prefill a stream"):
+        generate(engine, [child], 5)
+    prefill(engine, [(child, plain(2, 10))])
+    generate(engine, [child], 5)
+    assert child.session.tokens[:45] == stream.session.tokens[:45]
+    assert_exact(engine, child.rollout())
+
+
+def test_a_session_with_a_past_is_taken_up_in_the_middle_of_an_answer():
+    engine = engine_of()
+    writer = Stream(engine, "writer", markup=CHAT, seed=1)
+    chat(engine, writer, 3)
+    prefill(engine, [(writer, Prompt([message(60, 20)], [7, 8]))])
+    session = engine.fork(writer.session, bytes(32))
+    assert writer.logits is not None and writer.conversation is not None
+    session.sampled(int(writer.logits.argmax()))
+    taken = Stream(engine, "taken up", markup=CHAT, session=session, policy=WholeTurns(3, 2))
+    (answer,) = generate(engine, [taken], 6, end=END)
+    assert answer.tokens and taken.conversation is not None
+    assert taken.conversation.message_count == writer.conversation.message_count + 1
+    assert taken.rollout().filler_rows[: len(writer.recorder.filler_rows)] == tuple(
+        writer.recorder.filler_rows
+    )
+    prefill(engine, [(taken, Prompt([message(62, 9)], [7, 8]))])
+    generate(engine, [taken], 6, end=END)
+    assert_exact(engine, taken.rollout())
+
+
+def test_siblings_take_up_the_blocks_of_a_prompt_that_is_computed_already():
+    engine = engine_of("qwen3 sliding")
+    one, two = (Stream(engine, name, policy=WINDOW, seed=n) for n, name in enumerate("ab"))
+    prefill(engine, [(one, plain(1, 60))])
+    free = engine.pool.free_count
+    prefill(engine, [(two, plain(1, 60))])
+    assert free - engine.pool.free_count == 1
+    torch.testing.assert_close(one.logits, two.logits, atol=1e-4, rtol=0)
+    generate(engine, [one, two], 40, stop=())
+    assert_exact(engine, one.rollout(), two.rollout())
+
+
+def test_siblings_take_up_filler_as_filler():
+    engine = engine_of()
+    prompt = Prompt([message(1, 21), message(2, 30)], [7, 8])
+    one, two = (Stream(engine, name, policy=WholeTurns(3, 2), markup=CHAT, seed=3) for name in "ab")
+    for stream in (one, two):
+        prefill(engine, [(stream, prompt)])
+    assert one.rollout().filler_rows == two.rollout().filler_rows != ()
+    first, second = generate(engine, [one, two], 12, end=END)
+    assert first.tokens == second.tokens
+    assert one.session.turns == two.session.turns
+    assert_exact(engine, two.rollout())
+
+
+def test_gate_g06_in_bf16_a_rollout_stays_under_the_alarm():
+    engine = StreamEngine(stream_model("qwen3", dtype=torch.bfloat16, initializer_range=0.1), 64)
+    stream = Stream(engine, "rounded", policy=WINDOW, seed=1)
+    answered(engine, stream, plain(1, 45), 100, stop=())
+    found = mismatch(replay(engine.model, [stream.rollout()]))
+    assert not found.beyond(ROUNDED), str(found)
+
+
+def test_what_is_refused():
+    engine = engine_of()
+    stream = Stream(engine, "x")
+    with pytest.raises(ValueError, match="prefill a stream"):
+        generate(engine, [stream], 5)
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill(engine, [(stream, Prompt([]))])
+    with pytest.raises(ValueError, match="stands twice"):
+        prefill(engine, [(stream, plain(1, 5)), (stream, plain(1, 5))])
+    with pytest.raises(ValueError, match="chunk_rows"):
+        prefill(engine, [(stream, plain(1, 5))], chunk_rows=0)
+    with pytest.raises(ConfigError, match="whole blocks"):
+        Stream(engine, "y", policy=WindowFifo(64, 20))
+    speaker = Stream(engine, "z", markup=CHAT)
+    with pytest.raises(ValueError, match="end-of-message"):
+        prefill(engine, [(speaker, plain(1, 5))])
+    prefill(engine, [(speaker, Prompt([message(1, 9)], [7]))])
+    assert speaker.logits is not None

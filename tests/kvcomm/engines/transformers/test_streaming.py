@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from kvcomm.engines.transformers import namespace_of
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
+from kvcomm.engines.transformers.replaying import replay
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import PoolFull
 from kvcomm.metrics import Metrics
 from kvcomm.streams.counts import StreamCounts
+from kvcomm.streams.model_rules import NotCompactable
+from kvcomm.streams.recorder import Recorder
+from kvcomm.streams.rollout import Sampling
 from kvcomm.streams.session import Session
 from kvcomm.streams.view import visibility
 from tests.models import STREAM_MODEL_KINDS, VOCAB_SIZE, StreamModelKind, stream_model
@@ -251,3 +258,162 @@ def test_events_and_rows_are_counted_in_a_clients_metrics():
     assert seen['kvcomm_streams_events_total{kind="evict"}'] == 2
     assert seen['kvcomm_streams_events_total{kind="fork"}'] == 1
     assert seen["kvcomm_streams_live_slots"] == 21
+
+
+def checksums(engine: StreamEngine, session: Session) -> dict[int, bytes]:
+    """By block of the table that is full."""
+    full = session.full_slots // session.block_tokens
+    return {block: hashlib.sha256(engine.payload(block)).digest() for block in session.table[:full]}
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_gate_g03_what_survives_an_event_keeps_every_byte(kind):
+    engine = engine_of(kind)
+    session, other = engine.session(), engine.session()
+    engine.feed([(session, drawn(1, 170)), (other, drawn(2, 40))])
+    before = checksums(engine, session)
+    session.evict([(16, 48), (80, 96)], archive=True)
+    engine.feed([(session, drawn(3, 30)), (other, drawn(4, 100))])
+    session.evict([(32, 48)])
+    engine.feed([(other, drawn(5, 60))])
+    session.restore(next(iter(session.archive)))
+    engine.feed([(session, [7])])
+    after = checksums(engine, session)
+    assert len(before.keys() & after.keys()) == len(before) - 1
+    assert all(after[block] == before[block] for block in before.keys() & after.keys())
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_the_order_of_slots_means_nothing(kind):
+    engine = engine_of(kind)
+    sessions = [engine.session() for _ in range(2)]
+    results = []
+    for session, insert_at in zip(sessions, (0, 64), strict=True):
+        engine.feed([(session, drawn(1, 130))])
+        session.evict([(16, 80)], archive=True)
+        session.restore(next(iter(session.archive)), insert_at)
+        results.append(engine.feed([(session, drawn(2, 3))])[0].double().log_softmax(-1))
+    assert list(sessions[0].view.rows) != list(sessions[1].view.rows)
+    ours, its = results
+    assert 0 <= float((ours.exp() * (ours - its)).sum()) < 1e-11
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_fault_b08_the_block_that_filler_ends_is_that_of_a_fresh_prefill(kind):
+    engine = engine_of(kind)
+    slow, fresh = engine.session(), engine.session()
+    engine.feed([(slow, drawn(1, 20))])
+    for token in drawn(2, 7):
+        engine.feed([(slow, [token])])
+    engine.feed([(slow, [5, 3, 3, 3, 3])])
+    engine.feed([(fresh, slow.tokens)])
+    for mine, its in zip(slow.table, fresh.table, strict=True):
+        assert mine != its
+        states = engine.paged.states
+        torch.testing.assert_close(states[:, :, mine], states[:, :, its], atol=CLOSE, rtol=0)
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window smaller than a block": {"sliding_window": 5},
+    "window of one row": {"sliding_window": 1},
+    "every layer slides": {"layer_types": ["sliding_attention"] * 4},
+}
+
+
+@pytest.mark.parametrize("changes", WINDOWS.values(), ids=WINDOWS)
+def test_edge_10_sliding_layers_go_by_logical_distance(changes):
+    engine = StreamEngine(stream_model("qwen3 sliding", **changes), 64)
+    session = engine.session()
+    found = fed_with_cuts(engine, session, 1)
+    expected = replayed(engine.model, session)
+    for row, logits in found:
+        torch.testing.assert_close(logits, expected[row], atol=CLOSE, rtol=0)
+
+
+def test_edge_10_a_window_without_layer_types_is_every_layers():
+    torch.manual_seed(0)
+    settings = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    config = MistralConfig(vocab_size=VOCAB_SIZE, sliding_window=20, **settings, **heads)
+    engine = StreamEngine(MistralForCausalLM(config).eval(), 64)
+    session = engine.session()
+    found = fed_with_cuts(engine, session, 1)
+    own = engine.model(torch.tensor([session.tokens[:70]])).logits[0, -1]
+    torch.testing.assert_close(found[0][1], own, atol=CLOSE, rtol=0)
+    expected = replayed(engine.model, session)
+    for row, logits in found:
+        torch.testing.assert_close(logits, expected[row], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_edge_11_rotations_that_change_with_the_length_are_refused(kind):
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        rope |= {"original_max_position_embeddings": 1024}
+    with pytest.raises(NotCompactable, match="would mean something else"):
+        StreamEngine(stream_model("llama gqa", rope_parameters=rope), 8)
+
+
+def test_edge_26_memory_of_fewer_bits_is_read_as_a_replay_reads_it():
+    model = stream_model("qwen3 sliding")
+    small = replace(namespace_of(model), dtype="bfloat16")
+    engine = StreamEngine(model, 64, small)
+    session, whole = engine.session(), StreamEngine(model, 64)
+    recorder, exact = Recorder(session, "rounded"), whole.session()
+    for each, its in ((engine, session), (whole, exact)):
+        each.feed([(its, drawn(1, 70))])
+        its.evict([(16, 48)])
+        each.feed([(its, drawn(2, 9))])
+    (logits,) = engine.feed([(session, [5])])
+    (unrounded,) = whole.feed([(exact, [5])])
+    assert engine.paged.states.dtype == torch.bfloat16
+    token = int(logits.argmax())
+    recorder.sampled(token, float(logits.log_softmax(-1)[token]), Sampling())
+    (replayed_as_kept,) = replay(model, [recorder.rollout()], kv_dtype=torch.bfloat16)
+    torch.testing.assert_close(replayed_as_kept.logits[0], logits, atol=CLOSE, rtol=0)
+    assert (unrounded - logits).abs().max() > 100 * CLOSE
+
+
+@pytest.mark.parametrize("kind", STREAM_MODEL_KINDS)
+def test_edge_27_every_row_of_a_mask_sees_itself(kind, monkeypatch):
+    seen: list[torch.Tensor] = []
+
+    def spying(model: PreTrainedModel, ids: Any, positions: Any, masks: Any, **rest: Any) -> torch.Tensor:
+        seen.extend(masks.values())
+        return forward(model, ids, positions, masks, **rest)
+
+    monkeypatch.setattr("kvcomm.engines.transformers.streaming.forward", spying)
+    engine = engine_of(kind, chunk_rows=24)
+    one, two = engine.session(), engine.session()
+    engine.feed([(one, drawn(1, 60)), (two, drawn(2, 3))])
+    one.evict([(0, 48)])
+    engine.feed([(two, [4]), (one, drawn(3, 11))])
+    assert seen and all(bool(mask.any(-1).all()) for mask in seen)
+
+
+def test_edge_17_new_weights_are_an_event_and_no_block_is_shared_with_old_ones():
+    engine = engine_of("llama gqa")
+    session = engine.session()
+    engine.feed([(session, drawn(1, 40))])
+    with torch.no_grad():
+        engine.model.lm_head.weight.mul_(1.1)
+    engine.set_weights(1, [session])
+    (logits,) = engine.feed([(session, [5])])
+    assert [(event.kind, event.at_row) for event in session.events] == [("weights", 40)]
+    torch.testing.assert_close(logits, replayed(engine.model, session)[-1], atol=CLOSE, rtol=0)
+    new, sibling = engine.session(), engine.session()
+    assert new.adopt_prefix(drawn(1, 40)) == 0
+    engine.feed([(new, drawn(1, 40))])
+    assert sibling.adopt_prefix(drawn(1, 40)) == 32
+    with pytest.raises(ValueError, match="no change"):
+        engine.set_weights(1)
+
+
+def test_adopted_rows_are_those_that_would_have_been_computed():
+    engine = engine_of("qwen3 sliding")
+    first, second = engine.session(), engine.session()
+    (expected,) = engine.feed([(first, drawn(1, 60))])
+    assert second.adopt_prefix(drawn(1, 60)) == 48
+    (logits,) = engine.feed([(second, drawn(1, 60)[48:])])
+    torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=0)
