@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,4 +94,9 @@ def as_added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _cache_argument(model: PreTrainedModel) -> str:
     """``past_key_values`` until transformers 5.23, ``cache`` from 5.24 on."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return _cache_argument_of(type(getattr(model, "_orig_mod", model)))  # what torch.compile wraps
+
+
+@functools.cache
+def _cache_argument_of(kind: type[PreTrainedModel]) -> str:
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"

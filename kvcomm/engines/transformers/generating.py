@@ -18,12 +18,13 @@ are done: nothing is computed twice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from kvcomm.block import BlockKey
 from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
@@ -222,9 +223,17 @@ class Stream:
         if self.answer is None:
             self.answer, self.finished = Answer(), False
 
+    def first_key(self, tokens: list[int]) -> BlockKey | None:
+        """Of the block that begins ``tokens``, if it can be taken up from another stream."""
+        size = self.session.block_tokens
+        # Of rows that are taken up nobody sees what they attend.
+        if self.compactor.query_rows is not None or self.session.slot_count % size or len(tokens) <= size:
+            return None
+        return self.session.next_keys(tokens[:size])[0]
+
     def adopt(self, tokens: list[int]) -> list[int]:
         """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
-        if self.compactor.query_rows is not None:  # nobody would see what they attend
+        if self.first_key(tokens) is None:
             return tokens
         count = self.session.adopt_prefix(tokens)
         self._read()
@@ -282,7 +291,8 @@ def prefill(
     chunk_rows: int = PREFILL_ROWS,
 ) -> None:
     """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
-    has already, of siblings with the same past, is taken up and not computed.
+    has already, of siblings with the same past, is taken up and not computed; of siblings that begin here
+    together, the first one computes what all have in common.
 
     Args:
         chunk_rows: most rows of a stream in one pass.
@@ -296,19 +306,30 @@ def prefill(
     if chunk_rows < 1:
         raise ValueError("chunk_rows must be at least 1")
     batch = _Batch(engine, [stream for stream, _ in prompts])
+    unfed: dict[Stream, list[int]] = {}
+    starts: dict[Stream, BlockKey | None] = {}
     try:
-        rest: dict[Stream, list[int]] = {}
         for stream, prompt in prompts:
             batch.bring_in(stream)
-            rest[stream] = stream.adopt(stream.admit(prompt))
-        while rest:
-            for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
-                rest[stream] = rest[stream][chunk_rows:]
-            rest = {stream: tokens for stream, tokens in rest.items() if tokens}
+            unfed[stream] = stream.admit(prompt)
+            starts[stream] = stream.first_key(unfed[stream])
+        while unfed:
+            leaders = _first_of_each(unfed, starts)
+            for stream in leaders:
+                batch.bring_in(stream)
+            batch.feed_all({stream: stream.adopt(unfed.pop(stream)) for stream in leaders}, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
             stream.withdraw()
         raise
+
+
+def _first_of_each(streams: Iterable[Stream], starts: Mapping[Stream, BlockKey | None]) -> list[Stream]:
+    """Those whose first block nobody before them computes."""
+    by_start: dict[BlockKey | Stream, Stream] = {}
+    for stream in streams:
+        by_start.setdefault(starts[stream] or stream, stream)
+    return [*by_start.values()]
 
 
 def generate(
@@ -459,6 +480,13 @@ class _Batch:
                 self._make_room([running.pop()])  # or it holds nothing yet, and only waits
             else:
                 return running
+
+    def feed_all(self, rest: dict[Stream, list[int]], chunk_rows: int) -> None:
+        """All tokens of each, so many rows in one pass at most."""
+        while rest:
+            for stream in self.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
+                rest[stream] = rest[stream][chunk_rows:]
+            rest = {stream: tokens for stream, tokens in rest.items() if tokens}
 
     def bring_in(self, stream: Stream) -> None:
         """Raises ``PoolFull`` if others must not give way."""
