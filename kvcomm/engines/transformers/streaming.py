@@ -136,6 +136,8 @@ class StreamEngine:
         for session in sessions:
             session.set_weights(version)
         self.weights_version = version
+        if self._decode is not None:
+            self._decode.forget()
 
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None
