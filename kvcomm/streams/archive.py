@@ -51,13 +51,16 @@ class PutAway:
 
 @dataclass(frozen=True, slots=True)
 class SpanLost:
-    """A span that cannot come back.  The session is as it was; ``Archive.repeat`` its text, or drop it."""
+    """A span that did not come back.  The session is as it was: try again unless it is :attr:`gone`,
+    ``Archive.repeat`` its text, or drop it."""
 
     span: SpanId
     rows: tuple[int, ...]
     """All of its rows."""
     missing_rows: tuple[int, ...]
-    """Those without K/V anywhere."""
+    """Those whose K/V could not be had."""
+    gone: bool
+    """Nobody has it.  Else somebody may, who did not answer in time, or whose copy was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class Archive:
             return session.restore(span, insert_at)
         found = yield from self._sharing.get(self.engine, wanted, room=room or None)
         if isinstance(found, Lost):
-            return SpanLost(span, archived.rows, found.rows)
+            return SpanLost(span, archived.rows, found.rows, found.gone)
         try:
             return session.restore(span, insert_at, blocks=found)
         except BaseException:

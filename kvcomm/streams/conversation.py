@@ -60,8 +60,8 @@ def filler_id(
     vocab_size: int,
     *,
     ends: Container[int],
+    used: Container[int],
     pad: int | None = None,
-    used: Container[int] = (),
     spare: Sequence[int] = (),
 ) -> int:
     """An id to fill blocks with: the pad token, else the last id that stands for no text, else a spare one.
@@ -69,8 +69,8 @@ def filler_id(
     Args:
         vocab_size: of the model; often more than its tokenizer uses.
         ends: ids that end a message: many models pad with one of them.
-        pad: the tokenizer's pad token.
         used: ids that the tokenizer can produce.
+        pad: the tokenizer's pad token.
         spare: special tokens that a conversation does without, such as an end of text.
 
     Raises:
@@ -254,19 +254,41 @@ class Conversation:
             ValueError: rows were cut before they were read, or another token was fed than the filler that was
                 laid out.
         """
-        session, first = self.session, self._scanned
-        before, count = self.message_count, session.next_row - first
-        behind = session.slot_count - count
-        """Slot of row ``first``."""
-        if behind < 0 or (count and session.view.rows[behind] != first):
-            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
-        for slot in range(behind, session.slot_count):
-            row = first + slot - behind
-            self._read(session.tokens[row], row, slot, self._is_filler(row))
-        self._scanned = session.next_row
-        if self._tail is not None and self._scanned >= self._laid:
-            self._end_message(self._scanned, session.slot_count)
+        before = self.message_count
+        self._scan(self.session.next_row)
         return self.message_count - before
+
+    def repeated(self, row_count: int) -> None:
+        """Instead of :meth:`scan`, when the last ``row_count`` of the new rows repeat archived text: no
+        message begins or ends in them.  Between turns they are one of their own, so that they go in order.
+
+        Raises:
+            ValueError: as :meth:`scan`; or so many rows are not new.
+        """
+        session = self.session
+        end, first = session.next_row, session.next_row - row_count
+        if not self._scanned <= first:
+            raise ValueError(f"{row_count} rows are repeated and {end - self._scanned} are new")
+        self._scan(first)
+        self._scanned = end
+        if self._border == first:
+            self._border = end
+            if self.message_count % 2:
+                self._end_turn(session.slot_count)
+                self._turn = end
+
+    def _scan(self, end: int) -> None:
+        """The rows before ``end``."""
+        session, first = self.session, self._scanned
+        behind = session.slot_count - (session.next_row - first)
+        """Slot of row ``first``."""
+        if behind < 0 or (first < end and session.view.rows[behind] != first):
+            raise ValueError(f"rows from {first} on were cut before they were read: scan after every commit")
+        for row in range(first, end):
+            self._read(session.tokens[row], row, behind + row - first, self._is_filler(row))
+        self._scanned = end
+        if self._tail is not None and self._scanned >= self._laid:
+            self._end_message(end, behind + end - first)
 
     def _read(self, token: int, row: int, slot: int | None, is_filler: bool) -> None:
         if is_filler:

@@ -36,7 +36,11 @@ class Engine(Protocol):
     def recovered(
         self, tokens: Sequence[int], events: Sequence[Event], *, journal: Callable[[Event], None] = ...
     ) -> Session:
-        """A rollout that another session wrote so far, swapped out; see :meth:`Session.recovered`."""
+        """A rollout that another session wrote so far, swapped out; see :meth:`Session.recovered`.
+
+        Raises:
+            Refused: it is too long, or was written under a version of weights that the model does not have.
+        """
         ...
 
     def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> list[Any]:

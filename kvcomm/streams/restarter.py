@@ -95,7 +95,8 @@ class Restarter:
         Raises:
             ValueError: other tokens were.
         """
-        if tuple(session.tokens) != carry.tokens or session.events:
+        moved_rows = any(event.kind != "weights" for event in session.events)
+        if tuple(session.tokens) != carry.tokens or moved_rows:
             raise ValueError("feed carry.tokens into a new session first, and nothing else")
         other = Restarter(self._moving.moved(session, carry.rows), self.policy)
         other.stopped, other._summary = self.stopped, carry.inserted

@@ -85,8 +85,8 @@ class Stream:
         seed: of the draw.
         archive: keep what is cut, to bring it back.
         filler_rows_max: see ``Conversation``.
-        session: to go on with, of ``engine``, with its turns and prefix; a new one if not given.
-        past: what ``session`` was adopted from.
+        session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
+        past: what ``session`` was adopted from: knows its fillers.
         journal: of the new session.
 
     Raises:
@@ -112,15 +112,16 @@ class Stream:
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
-        if past is not None:
-            self.recorder.filler_rows += past.filler_rows
-            self.recorder.repeated_rows += past.repeated_rows
-        if markup is not None:
-            known = None if past is None else past.filler_rows
+        filler_rows = past.filler_rows if past else None
+        if markup is not None and self.session.next_row:
             self.conversation = Conversation.resumed(
-                self.session, markup, filler_rows=known, filler_rows_max=filler_rows_max
+                self.session, markup, filler_rows=filler_rows, filler_rows_max=filler_rows_max
             )
-            self.recorder.filler_rows = self.conversation.filler_rows[:]
+            filler_rows = self.conversation.filler_rows
+        elif markup is not None:
+            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+        self.recorder.filler_at(filler_rows or ())
+        self.recorder.repeated_rows += past.repeated_rows if past else ()
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
@@ -145,8 +146,8 @@ class Stream:
         at_row: int | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> Stream:
-        """Another stream with the same past, whose blocks it shares and whose draw goes another way from here:
-        siblings of one prompt, or what follows instead of a mistake.
+        """Another stream with the same past, whose blocks it shares and whose draw goes another way from
+        here: siblings of one prompt, or what follows instead of a mistake.
 
         Args:
             name: of its rollout; its digest stands in the log.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,18 @@ def test_a_name_is_text_not_markup(tmp_path: Path):
         write_rollouts(opened, [telling.recorder.rollout()] * 2)
     assert "[bold]x[/]" in inspected(path).stdout
     assert "rollout [bold]x[/]" in inspected(path, "--rollout", 0).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_command_ends_with_the_code_that_it_says(file: Path):
+    command = [sys.executable, "-m", "kvcomm.cli", "streams", "inspect", str(file), "--json"]
+    sound = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (sound.returncode, sound.stderr) == (0, b"")
+    assert len(json.loads(sound.stdout)["rollouts"]) == COUNT
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    damaged = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert damaged.returncode == 1
 
 
 @pytest.mark.parametrize(("count", "length"), [(0, 0), (1, 1), (50, BAR_CELLS // 2), (100, BAR_CELLS)])

@@ -97,9 +97,9 @@ def test_edge_22_a_lost_span_is_told_and_its_text_read_again_as_new_rows() -> No
     lose(cluster, engine, session, span)
     free, view = engine.pool.free_count, list(session.view.rows)
     lost = run(archive(cluster, engine).bring_back(session, span))
-    assert lost == SpanLost(span, rows, rows[4:])
+    assert lost == SpanLost(span, rows, rows[4:], gone=True)
     assert (engine.pool.free_count, list(session.view.rows)) == (free, view), "nothing was changed"
-    assert span in session.archive and engine.loads == 0
+    assert span in session.archive
     recorder, before, pending = Recorder(session, "r"), session.next_row, session.pending
     again = archive(cluster, engine).repeat(session, lost, recorder)
     assert (again.first_row, again.row_count) == (before + 1, 8)

@@ -383,6 +383,37 @@ def test_a_chunk_may_end_between_an_end_and_what_belongs_to_it():
         assert talk.session.turns == [(32, 80)]
 
 
+def test_edge_22_text_that_is_read_again_makes_no_messages_and_is_a_turn_of_its_own():
+    talk = Dialogue(WholeTurns(2, 1))
+    talk.admit(talk.message(20), prefix=())
+    talk.turn(10, 12)
+    half = talk.session.tokens[40:60]
+    assert END in half
+    before = talk.conversation.message_count
+    talk.engine.feed(talk.session, half)
+    talk.conversation.repeated(20)
+    assert talk.conversation.message_count == before
+    assert talk.session.turns == [(32, 64), (64, 84)]
+    talk.turn(10, 12)
+    assert talk.session.events[0].ranges == ((32, 64),)
+    assert talk.session.turns == [(32, 52), (52, 80)]
+    assert not talk.conversation.in_message
+
+
+def test_edge_22_inside_a_message_it_belongs_to_it():
+    talk = Dialogue(Full())
+    talk.admit(talk.message(20), talk.message(5))
+    talk.session.sampled(500)
+    talk.engine.feed(talk.session, [500, 600, END, NEWLINE, 700])
+    talk.conversation.repeated(4)
+    assert talk.conversation.in_message
+    assert talk.conversation.message_count == 2
+    talk.answer(3)
+    assert talk.session.turns == [(32, 64)]
+    with pytest.raises(ValueError, match="3 rows are repeated and 0 are new"):
+        talk.conversation.repeated(3)
+
+
 # ---------------------------------------------------------------------------------------- wrong use
 
 
@@ -446,7 +477,7 @@ def test_markup_that_contradicts_itself_is_refused(settings, why: str):
 
 
 def test_filler_is_the_pad_token_unless_that_ends_messages():
-    assert filler_id(100, pad=3, ends={7}) == 3
+    assert filler_id(100, pad=3, ends={7}, used=range(98)) == 3
     assert filler_id(100, pad=7, ends={7}, used=range(98)) == 99
     assert filler_id(100, ends={99}, used=range(98)) == 98
     assert filler_id(100, pad=100, ends={99}, used=range(98)) == 98, (

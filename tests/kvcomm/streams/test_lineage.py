@@ -42,6 +42,23 @@ def story(
     return live
 
 
+def twice(first: tuple[int, int]) -> Callable[[ToyEngine, Session], None]:
+    """The second cut says the same, whatever the first one left."""
+
+    def live(engine: ToyEngine, session: Session) -> None:
+        engine.feed(session, [1] * 16)
+        session.evict([first])
+        session.evict([(0, 4)])
+        engine.feed(session, [5] * 4)
+
+    return live
+
+
+def test_gate_g10_what_an_earlier_cut_took_is_in_the_key() -> None:
+    (key, content, _), (other_key, other_content, _) = lived(twice((4, 8))), lived(twice((8, 12)))
+    assert content != other_content and key != other_key
+
+
 def never_cut(engine: ToyEngine, session: Session) -> None:
     engine.feed(session, [1] * 4 + [2] * 4 + [3] * 8 + [5] * 4)
 
@@ -78,6 +95,7 @@ def test_the_tokens_fed_so_far_are_in_the_lineage_and_not_how_they_were_fed() ->
     assert one.digest() == other.digest() != copy.digest()
     assert next_lineage(ROOT_LINEAGE, one.digest(), CUT) == next_lineage(ROOT_LINEAGE, other.digest(), CUT)
     assert next_lineage(ROOT_LINEAGE, one.digest(), CUT) != next_lineage(ROOT_LINEAGE, copy.digest(), CUT)
+    assert next_lineage(b"l" * 32, one.digest(), CUT) != next_lineage(b"m" * 32, one.digest(), CUT)
     with pytest.raises(TokenError):
         one.feed([10], 10)
     assert one.digest() == other.digest()

@@ -51,7 +51,8 @@ def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
 
 def test_blocks_without_content_are_used_first() -> None:
     pool, blocks = filled(2)
-    pool.release(blocks)
+    pool.release(blocks[:2])
+    pool.release(blocks[2:])
     assert set(pool.take(2)) == set(blocks[2:])
     assert pool.find(KEYS[0]) is not None
 

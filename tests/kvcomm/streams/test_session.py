@@ -227,10 +227,12 @@ def test_turns_keep_to_their_rows(ends: list[int], places: set[int], back: int) 
     kept = [each - cut for each in told if each - cut]
     assert [set(session.view.rows[start:end]) for start, end in session.turns] == kept
     session.check()
-    session.restore(event.span, min(4 * back, session.full_slots))
+    at = min(4 * back, session.full_slots)
+    within = [start < at < end for start, end in session.turns]
+    session.restore(event.span, at)
     found = [set(session.view.rows[start:end]) for start, end in session.turns]
-    assert [each - cut for each in found] == kept, "what came back between two of its rows is in it, too"
-    assert all(each >= cut or not each & cut for each in found)
+    assert [each - cut for each in found] == kept
+    assert [each & cut for each in found] == [cut if inside else set() for inside in within]
     session.check()
 
 
@@ -469,6 +471,13 @@ def test_edge_15_what_came_after_the_fork_row_is_abandoned() -> None:
     engine.feed(twin, [2, 2, 2])
     assert keys_of(child) == keys_of(twin)
     assert None not in keys_of(child)
+    child.evict([(4, 8)])
+    fresh = ToyEngine(16)
+    fresh.feed(same := fresh.session(), parent.tokens[:9])
+    same.evict([(4, 8)])
+    fresh.feed(same, child.tokens[9:])
+    same.evict([(4, 8)])
+    assert child.lineage == same.lineage and fresh.in_view(same) == engine.in_view(child)
     for row in (8, 20):
         with pytest.raises(ValueError, match="fork at row"):
             parent.fork(NAME, at_row=row)
@@ -541,6 +550,16 @@ def test_a_span_comes_back_from_elsewhere_into_other_blocks() -> None:
     assert tuple(map(engine.pool.key_of, blocks)) == archived.keys
     session.evict([(4, 8)])
     session.check()
+
+
+def test_a_span_that_comes_back_from_elsewhere_lets_go_of_its_own_memory() -> None:
+    engine, session = started(8)
+    event = session.evict([(0, 4)], archive=True)
+    (own,) = session.archive[event.span].blocks
+    (copy,) = engine.pool.take(1)
+    engine.load(copy, engine.payload(own))
+    session.restore(event.span, 0, [copy])
+    assert (engine.pool.holder_count(own), engine.pool.holder_count(copy)) == (0, 1)
 
 
 def test_a_span_is_named_by_its_content_and_dropped_once() -> None:

@@ -18,6 +18,7 @@ from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import AsyncPeers, Peers
 from kvcomm.stateplane import record_name
 from kvcomm.streams import context as contexts
+from kvcomm.streams import sharing
 from kvcomm.streams.archive import Archive
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext
@@ -137,8 +138,8 @@ def test_all_or_nothing_a_missing_block_is_an_answer_that_names_its_rows() -> No
         taker = engine()
         answer = run(cluster.sharing().adopt(taker, "planner", "main"))
         assert isinstance(answer, Missing)
-        assert answer.rows == chain.blocks[lost].rows
-        assert taker.pool.free_count == taker.pool.block_count and taker.loads == taker.fed_rows == 0
+        assert answer.rows == chain.blocks[lost].rows and answer.gone
+        assert taker.pool.free_count == taker.pool.block_count and taker.fed_rows == 0
         taker.pool.check()
 
 
@@ -152,6 +153,50 @@ def test_all_blocks_that_are_missing_are_named() -> None:
     answer = run(cluster.sharing().adopt(engine(), "planner", "main"))
     assert isinstance(answer, Missing)
     assert answer.rows == (*chain.blocks[1].rows, *chain.blocks[3].rows)
+
+
+def test_what_did_not_answer_is_not_called_gone() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker)
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    cluster.tier.silent = True
+    answer = run(cluster.sharing().adopt(taker, "planner", "main"))
+    assert isinstance(answer, Missing) and not answer.gone
+    assert answer.rows == tuple(session.view.rows)
+    cluster.tier.silent = False
+    assert isinstance(run(cluster.sharing().adopt(taker, "planner", "main")), Session)
+
+
+def test_large_contexts_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is all that is held twice; what arrived before a miss is not fetched again."""
+    monkeypatch.setattr(sharing, "PART_BYTES", 2 * NAMESPACE.block_bytes)
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker, rows=12)
+    block_count = len(session.table)
+    assert block_count >= 5
+    put, most = cluster.tier.put, []
+
+    def counted(copies: Any) -> Any:
+        most.append(len(copies))
+        return put(copies)
+
+    cluster.tier.put = counted  # type: ignore[method-assign]
+    shared = run(cluster.sharing().publish(session, maker, "planner", "main"))
+    assert shared.published.stored == block_count and max(most) == 2
+    last = chain_of(NAMESPACE, session.tokens, session.events).blocks[-1].key
+    copy = cluster.tier.held.pop(last)
+    assert isinstance(run(cluster.sharing().adopt(taker, "planner", "main")), Missing)
+    assert taker.pool.free_count == taker.pool.block_count
+    cluster.tier.held[last] = copy
+    fetched = cluster.tier.fetched
+    other = adopted(cluster, taker)
+    assert cluster.tier.fetched - fetched == 1
+    assert taker.generate(other, 9) == maker.generate(session, 9)
+
+
+def test_a_session_of_another_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="another engine"):
+        run(Cluster().sharing().publish(compacted(engine()), engine(), "planner", "main"))
 
 
 def test_damaged_bytes_are_not_loaded() -> None:
@@ -450,7 +495,7 @@ def test_a_conversation_goes_on_with_its_turns_and_fillers(message_count: int) -
     context = run(sharing.head("planner", "main"))
     other = run(sharing.adopt(taker, "planner", "main", context=context))
     assert isinstance(other, Session)
-    again = Conversation.resumed(other, markup, context.filler_rows)
+    again = Conversation.resumed(other, markup, filler_rows=context.filler_rows)
     heard = Recorder(other, "r")
     heard.filler_rows, heard.repeated_rows = context.filler_rows, context.repeated_rows
     for engine_of, conversation, notes in ((maker, talk, recorder), (taker, again, heard)):

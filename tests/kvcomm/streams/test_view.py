@@ -103,6 +103,7 @@ def test_visibility_has_no_interval_in_which_no_row_ran() -> None:
     assert visibility(10, events).intervals[0] == ((0, 8),)
     found = visibility(11, events)
     assert found.intervals[0] == ((0, 8), (10, 11)) and found.interval_count == 2
+    assert visibility(11, events[:-1]).intervals[0] == ((0, 8),)
     assert visibility(0, []).interval_count == 0
 
 
