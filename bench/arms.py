@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.policies.turns import WholeTurns
+
 if TYPE_CHECKING:
     from kvcomm.streams.engine import Engine
     from kvcomm.streams.session import Session
@@ -191,27 +194,38 @@ class Runner:
         draw: Draw,
         *,
         settle: Callable[[], None] = lambda: None,
+        reserve: Callable[[Sequence[Session]], None] = lambda sessions: None,
+        refresh: Callable[[Sequence[Session]], None] = lambda sessions: None,
         watch: Watch = lambda turn, step, logits, tokens: None,
         chunk_tokens: int = CHUNK_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
             settle: returns once the device has done what it was asked to.
+            reserve: takes what memory the sessions will want of the engine, before anything is timed.
+            refresh: does at once what the engine puts off from a cut until the next feed, so that the cut
+                pays for it.
+            clock: seconds; of the processor instead of the wall where only this thread computes and others
+                want the machine, too.
         """
         self.arm, self.text, self.script, self.engine, self.draw = arm, text, script, engine, draw
-        self.settle, self.watch, self.chunk_tokens = settle, watch, chunk_tokens
+        self.settle, self.reserve, self.refresh = settle, reserve, refresh
+        self.watch, self.chunk_tokens = watch, chunk_tokens
+        self.clock = clock
         self.run = Run(arm)
         self.sessions: list[Session] = []
         self.prompts: list[Session] = []
         """Hold the system prompt's blocks, where the arm keeps them."""
+        self.compactors: list[Compactor] = []
         self.live = 0
         self._fed = 0
 
     def begin(self) -> None:
         """The system prompt."""
-        self._fed = 0
-        begun = time.perf_counter()
         self.sessions = [self.engine.session() for _ in self.script.system]
+        self.reserve(self.sessions)
+        self._fed, begun = 0, self.clock()
         self._read(self.script.system)
         if self.arm.way == "again, prompt kept":
             self.prompts = self.sessions
@@ -219,21 +233,24 @@ class Runner:
         read = Part(self._settled(begun), self._fed)
         for session in self.sessions:
             session.protect(self.text.system)
+        if self.arm.way == "splice":
+            policy = WholeTurns(self.arm.live, self.arm.stride)
+            self.compactors = [Compactor(session, policy) for session in self.sessions]
         self._end_turn(0, None, read, Part(0.0, 0), 0.0)
 
     def take(self, turn: int) -> None:
         """One turn, ``begin`` before the first."""
         cut = self._admit()
-        self._fed, begun = 0, time.perf_counter()
+        self._fed, begun = 0, self.clock()
         logits = self._read(self.script.read[turn])
         read = Part(self._settled(begun), self._fed)
-        self._fed, steps, begun = 0, [], time.perf_counter()
+        self._fed, steps, begun = 0, [], self.clock()
         for step in range(self.text.written):
-            began = time.perf_counter()
+            began = self.clock()
             tokens = self.script.next(turn, step, self.draw(logits))
             self.watch(turn, step, logits, tokens)
             logits = self._feed([[token] for token in tokens])
-            steps.append(time.perf_counter() - began)
+            steps.append(self.clock() - began)
         written = Part(self._settled(begun), self._fed)
         self.live += 1
         for session in self.sessions:
@@ -247,7 +264,7 @@ class Runner:
     def _admit(self) -> Part | None:
         if self.arm.way == "never" or self.live < self.arm.live:
             return None
-        self._fed, begun = 0, time.perf_counter()
+        self._fed, begun = 0, self.clock()
         if self.arm.way == "splice":
             self._splice()
         else:
@@ -256,9 +273,9 @@ class Runner:
         return Part(self._settled(begun), self._fed)
 
     def _splice(self) -> None:
-        start, end = self._gone()
-        for session in self.sessions:
-            session.evict([(start, end)], reason="turns")
+        for compactor in self.compactors:
+            assert compactor.at_admission(), "so many turns are in view"
+        self.refresh(self.sessions)
 
     def _again(self) -> None:
         start, end = self._gone()
@@ -293,7 +310,7 @@ class Runner:
 
     def _settled(self, begun: float) -> float:
         self.settle()
-        return round(time.perf_counter() - begun, 7)
+        return round(self.clock() - begun, 7)
 
     def _end_turn(self, number: int, cut: Part | None, read: Part, written: Part, step_s: float) -> None:
         pool = self.engine.pool

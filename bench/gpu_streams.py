@@ -1,14 +1,14 @@
 """KV-streams on a real GPU: rollouts of a batch under several ways to keep the context short, and how far a
 trainer's replay lies from the generation.
 
-    python -m bench.gpu_streams --out DIR [--budget-s 420] [--turns 24] [--streams 8] [--shape qwen3-1.7b]
+    python -m bench.gpu_streams --out DIR [--budget-s 300] [--turns 24] [--streams 8] [--shape qwen3-1.7b]
     python -m bench.gpu_streams --out DIR --quick          # tiny, on a CPU: does it run at all?
     python -m bench.streams --no-run --merge DIR/streams.json        # as Markdown
 
 Random weights in bf16.  All arms run in lockstep, turn by turn (``bench.arms``), on one model; the first one
 draws the text and the others follow it.  Then the rollouts are replayed through FlexAttention, with the
-events as they happened, every event one row late, and without events; beside it stands the replay of the arm
-that cut nothing, which is the noise of two kernels in bf16.
+events as they happened and, as negative controls, with wrong ones and with none; beside it stands the replay
+of the arm that cut nothing, which is the noise of two kernels in bf16.
 
 ``DIR/streams.json`` and ``DIR/streams.md`` are written after every turn and every replay: a run that is
 stopped leaves what it found.  It stops by itself within ``--budget-s``.
@@ -17,20 +17,30 @@ stopped leaves what it found.  It stops by itself within ``--budget-s``.
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.arms import Arm, Runner, Script, Text, race
 from bench.stream_sections import STREAMS_FILE, Gap, Recorded, tables, to_json
-from bench.streams import Decode, Drawing, blocks_for, engine_for, model_name, random_model
-from kvcomm.streams.events import Event
+from bench.streams import (
+    BLOCK_TOKENS,
+    Decode,
+    Drawing,
+    blocks_for,
+    engine_for,
+    model_name,
+    random_model,
+    seating,
+)
+from kvcomm.streams.events import Event, SlotRange
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.view import View
 
@@ -47,7 +57,7 @@ SHAPE_NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size",
 )  # fmt: skip
-REPLAY_S = 110.0
+REPLAY_S = 90.0
 """Kept for the replays: FlexAttention is compiled first."""
 CHECK_S = 90.0
 SAME_KL = 1e-2
@@ -150,9 +160,15 @@ class Bench:
     """One run of this script."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
         self.options, self.begun = options, time.monotonic()
         shape = dict(zip(SHAPE_NAMES, SHAPES[options.shape], strict=True))
         self.text = Text(options.turns, options.read, options.written, system=options.system)
+        if options.device == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every length
+        else:
+            torch.set_num_threads(1)
         self.model = random_model(shape, device=options.device, dtype=options.dtype)
         self.found = Recorded(
             options.machine or _machine(options.device), _described(options.device),
@@ -168,8 +184,8 @@ class Bench:
         its process along."""
         if self.options.decode != "auto":
             return
-        arguments = ["--check", "--out", str(self.options.out), "--quick"][: 3 + self.options.quick]
-        arguments += ["--shape", self.options.shape, "--device", self.options.device]
+        arguments = ["--check", "--out", str(self.options.out), "--shape", self.options.shape]
+        arguments += ["--device", self.options.device]
         command = [sys.executable, "-m", "bench.gpu_streams", *arguments, "--dtype", self.options.dtype]
         try:
             right = not subprocess.run(command, timeout=CHECK_S, check=False).returncode
@@ -210,59 +226,71 @@ class Bench:
 
     def replays(self) -> None:
         """Through FlexAttention, what was generated with cuts and without."""
-        leader, whole = self.runners[0], self.runners[-1]
-        events = leader.sessions[0].events
+        import torch
+
+        events = self.runners[0].sessions[0].events
         if not events:
             self.found.notes.append("Nothing was cut, so nothing was replayed.")
             return
-        cut = self.kept["splice"].rollouts(leader, events[0].at_row)
-        uncut = self.kept["never"].rollouts(whole, events[0].at_row)
-        for runner in self.runners:  # their memory is needed
-            runner.close()
-        self.runners.clear()
-        self.kept.clear()
+        cut = self.kept["splice"].rollouts(self.runners[0], events[0].at_row)
+        uncut = self.kept["never"].rollouts(self.runners[-1], events[0].at_row)
+        self._free()
         self.model.set_attn_implementation(self.options.attention)
+        rollouts, engine = [rollout for rollout, _ in cut], torch.cat([logits for _, logits in cut])
+        whole_engine = torch.cat([logits for _, logits in uncut])
         stories = (
-            ("with its events", [(rollout, logits) for rollout, logits in cut]),
-            ("nothing was cut (floor)", uncut),
-            ("✘ every event one row late", [(late(rollout), logits) for rollout, logits in cut]),
-            ("✘ events lost", [(without_events(rollout), logits) for rollout, logits in cut]),
+            ("with its events", rollouts, engine),
+            ("nothing was cut (floor)", [rollout for rollout, _ in uncut], whole_engine),
+            ("✘ every event one row late", [late(rollout) for rollout in rollouts], engine),
+            ("✘ every cut one block off", [one_block_off(rollout) for rollout in rollouts], engine),
+            ("✘ events lost", [_with_events(rollout, []) for rollout in rollouts], engine),
         )
-        for what, pairs in stories:
+        for what, told, logits in stories:
             begun = time.monotonic()
-            self.found.gaps.append(self._gap(what, pairs, events))
+            self.found.gaps.append(self._gap(what, told, logits, events))
             self.say(f"replay {what}: {time.monotonic() - begun:.1f} s, {self.found.gaps[-1]}")
             self.save()
             if self.elapsed() > self.options.budget_s:
                 self.found.notes.append("Not every replay was run: out of time.")
                 return
 
-    def _gap(self, what: str, pairs: Sequence[tuple[Rollout, torch.Tensor]], events: Sequence[Event]) -> Gap:
+    def _gap(
+        self, what: str, rollouts: Sequence[Rollout], engine: torch.Tensor, events: Sequence[Event]
+    ) -> Gap:
+        """``engine``: logits, float32 ``[samples of all, vocab]``."""
         import torch
 
         from kvcomm.engines.transformers.replaying import replay
-        from kvcomm.streams.mismatch import exact_kl
 
-        kls, k3s, gaps, behind = [], [], [], []
-        for rollout, logits in pairs:
-            with torch.no_grad():
-                (replayed,) = replay(self.model, [rollout])
-                kl = exact_kl(rollout, logits, replayed.logits).double().cpu()
-            engine = torch.tensor([sample.logprob for sample in rollout.samples], dtype=torch.float64)
-            x = replayed.log_probs.double().cpu() - engine
-            kls.append(kl)
-            k3s.append(torch.expm1(x) - x)
-            gaps.append(x.abs())
-            behind += [float(kl[at]) for at in first_behind(rollout, events)]
-        kl, k3, gap = torch.cat(kls), torch.cat(k3s), torch.cat(gaps)
+        with torch.no_grad():
+            replayed = replay(self.model, rollouts)
+            kl = _kl(engine, torch.cat([each.logits for each in replayed])).cpu()
+        told = [sample.logprob for rollout in rollouts for sample in rollout.samples]
+        x = torch.cat([each.log_probs for each in replayed]).double().cpu() - torch.tensor(told).double()
+        by_rollout = kl.split([len(rollout.samples) for rollout in rollouts])
+        behind = torch.cat(
+            [own[first_behind(each, events)] for each, own in zip(rollouts, by_rollout, strict=True)]
+        )
         return Gap(
-            what, len(kl), float(k3.mean()), float(kl.mean()), float(kl.max()),
-            sum(behind) / len(behind), float(gap.max()),
+            what, len(kl), float((torch.expm1(x) - x).mean()), float(kl.mean()), float(kl.max()),
+            float(behind.mean()), float(x.abs().max()),
         )  # fmt: skip
+
+    def _free(self) -> None:
+        """What the arms held of the GPU's memory."""
+        import torch
+
+        for runner in self.runners:
+            runner.close()
+        self.runners.clear()
+        self.kept.clear()
+        gc.collect()
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _warm_up(self) -> None:
         """Kernels are chosen and loaded, memory is reserved: two short turns of every arm."""
-        text = Text(2, 2 * self.options.system, 16, system=self.options.system)
+        text = Text(2, self.options.read, 8, system=self.options.system)
         arms = [replace(arm, live=1, stride=1) if arm.live else arm for arm in self._arms()]
         begun = time.monotonic()
         for _ in race(self._runners(text, list(dict.fromkeys(arms))), leaders=1):
@@ -284,7 +312,20 @@ class Bench:
         for arm in arms or self._arms():
             engine = engine_for(self.model, arm, text, self.options.streams, decode=self.options.decode)
             self.say(f"{arm.name}: {blocks_for(arm, text, self.options.streams):,} blocks of 16 rows")
-            made.append(Runner(arm, text, script, engine, Drawing(self.model), settle=self._settle))
+            # Copies that grew on the way would need half as much memory again for a moment.
+            slots = blocks_for(arm, text, 1) * BLOCK_TOKENS
+            runner = Runner(
+                arm,
+                text,
+                script,
+                engine,
+                Drawing(self.model),
+                settle=self._settle,
+                reserve=seating(engine, slots),
+            )
+            if self.options.decode == "lanes":
+                runner.refresh = seating(engine)
+            made.append(runner)
         return made
 
     def _settle(self) -> None:
@@ -306,17 +347,27 @@ class Bench:
 
 def late(rollout: Rollout) -> Rollout:
     """Every event one row later than it happened, and no digest that tells."""
+    return _changed(rollout, lambda event: replace(event, at_row=event.at_row + 1))
+
+
+def one_block_off(rollout: Rollout) -> Rollout:
+    """Every cut takes the rows one block behind those that it took."""
+
+    def moved(event: Event) -> Event:
+        size = rollout.block_tokens
+        return replace(event, ranges=tuple(SlotRange(a + size, b + size) for a, b in event.ranges))
+
+    return _changed(rollout, moved)
+
+
+def _changed(rollout: Rollout, change: Callable[[Event], Event]) -> Rollout:
     view, events = View(), []
-    for event in rollout.events:
-        view.feed(event.at_row + 1 - view.next_row)
-        events.append(view.stamped(replace(event, at_row=event.at_row + 1)))
+    for before in rollout.events:
+        event = change(before)
+        view.feed(event.at_row - view.next_row)
+        events.append(view.stamped(event))
         view.apply(events[-1])
     return _with_events(rollout, events)
-
-
-def without_events(rollout: Rollout) -> Rollout:
-    """Full causal attention over the same tokens."""
-    return _with_events(rollout, [])
 
 
 def first_behind(rollout: Rollout, events: Sequence[Event], count: int = 3) -> list[int]:
@@ -332,6 +383,17 @@ def _with_events(rollout: Rollout, events: Sequence[Event]) -> Rollout:
     return Rollout.sealed(
         rollout.name, rollout.namespace, rollout.block_tokens, rollout.tokens, events, rollout.samples
     )
+
+
+def _kl(engine: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:
+    """KL(engine || trainer) of each row of logits, float64."""
+    import torch
+
+    found = []
+    for mine, its in zip(engine.split(256), trainer.split(256), strict=True):  # in float64 they are large
+        log_p, log_q = torch.log_softmax(mine.double(), -1), torch.log_softmax(its.double(), -1)
+        found.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    return torch.cat(found)
 
 
 def _machine(device: str) -> str:
@@ -359,12 +421,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--budget-s", type=float, default=420.0, metavar="S", help="be done within it")
+    parser.add_argument("--budget-s", type=float, default=300.0, metavar="S", help="be done within it")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--streams", type=int, default=8, help="rollouts in a batch")
     parser.add_argument("--turns", type=int, default=24)
-    parser.add_argument("--read", type=int, default=976, help="tokens of a message that is read")
-    parser.add_argument("--written", type=int, default=48, help="tokens of a message that is written")
+    parser.add_argument("--read", type=int, default=960, help="tokens of a message that is read")
+    parser.add_argument("--written", type=int, default=64, help="tokens of a message that is written")
     parser.add_argument("--system", type=int, default=64, help="tokens of the system prompt")
     parser.add_argument(
         "--live", type=int, default=8, help="most turns in view; half of them, or 1, go at once"
@@ -377,8 +439,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     quick: dict[str, Any] = {
-        "shape": "tiny", "streams": 2, "turns": 6, "read": 48, "written": 16, "system": 32, "live": 3,
-        "replays": 2, "device": "cpu", "dtype": "float32",
+        "shape": "tiny", "streams": 2, "turns": 5, "read": 40, "written": 8, "system": 32, "live": 3,
+        "replays": 2, "device": "cpu", "dtype": "float32", "decode": "pages",
     }  # fmt: skip
     if "--quick" in (sys.argv[1:] if arguments is None else arguments):
         parser.set_defaults(**quick)

@@ -14,6 +14,7 @@ from bench.report import number
 from bench.sections import slug
 from bench.timing import Spread
 
+STEP_TURNS = 3
 STREAMS_FILE = "streams.json"
 STEPS_FILE = "plots/steps-{}.svg"
 """Beside ``docs/benchmarks.md``; drawn by ``bench.plots``."""
@@ -90,8 +91,8 @@ def races_table(races: Sequence[Race]) -> str:
     """An arm a line; ratios are to the KV-streams arm that cuts alike, in the same round."""
     lines = [
         "| rollout | way | cuts | prefilled tokens | prefill, s | × KV-streams | all, s | × KV-streams | "
-        "one cut, ms | × KV-streams | K/V held, tokens |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "one cut, ms | × KV-streams | a step, ms: first cut → end | K/V held, tokens |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for rounds in rounds_of(races):
         for at, run in enumerate(rounds[0].runs):
@@ -166,8 +167,18 @@ def _cells(runs: Sequence[Run], floors: Sequence[Run]) -> list[str]:
         "" if itself else _ratio([(run.total_s, floor.total_s) for run, floor in pairs]),
         number(1e3 * Spread.of(cuts).median) if cuts else "",
         number(ratio.median) if ratio else "",
+        _steps_over_length(runs, min(floors[0].cuts, default=1)),
         f"{first.held_tokens_max:,}",
     ]
+
+
+def _steps_over_length(runs: Sequence[Run], first: int) -> str:
+    """Medians of the ``STEP_TURNS`` turns from ``first`` on, and of the last ones, over all rounds."""
+    begin, end = (
+        Spread.of([step_ms for run in runs for _, step_ms in steps(run)[part]]).median
+        for part in (slice(first - 1, first - 1 + STEP_TURNS), slice(-STEP_TURNS, None))
+    )
+    return f"{number(begin)} → {number(end)}"
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> str:

@@ -1,16 +1,18 @@
 """``python -m bench.streams [--smoke] [--rounds N] [--json FILE] [--merge FILE ...] [--write-docs]``: what
 keeping a context short costs, by cutting blocks out and by reading again what is kept.
 
-A small model with random weights on one thread, one stream.  The schedules have a message read and one
-written in turn; see ``bench.arms`` for the ways and for how they are timed.  Prefilled tokens are counted
-where the engine gets them.  What GPUs recorded (``bench.gpu_streams``) is put beside it (``--merge``).
+A small model with random weights on one thread, one stream; times are seconds of the processor.  The
+schedules have a message read and one written in turn; see ``bench.arms`` for the ways and for how they are
+timed.  Prefilled tokens are counted where the engine gets them.  What GPUs recorded (``bench.gpu_streams``)
+is put beside it (``--merge``).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcomm.engines.transformers.streaming import StreamEngine
+    from kvcomm.streams.session import Session
 
 Decode = Literal["auto", "lanes", "pages"]
 ROUNDS = 3
@@ -85,6 +88,8 @@ def _recorded(options: argparse.Namespace) -> Recorded:
         for schedule in schedules:
             print(f"round {number}, {schedule} ...", file=sys.stderr, flush=True)
             found.races.append(run(model, schedule))
+            if options.json:  # it takes minutes, and what there is may be all there will be
+                Path(options.json).write_bytes(to_json([found]))
     return found
 
 
@@ -97,10 +102,11 @@ def run(model: PreTrainedModel, schedule: Schedule, *, streams: int = 1) -> Race
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        runners = [
-            Runner(arm, schedule.text, script, engine_for(model, arm, schedule.text, streams), Drawing(model))
-            for arm in schedule.arms()
-        ]
+        runners = []
+        for arm in schedule.arms():
+            engine = engine_for(model, arm, schedule.text, streams)
+            given = (arm, schedule.text, script, engine, Drawing(model))
+            runners.append(Runner(*given, refresh=seating(engine), clock=time.process_time))
         *_, found = race(runners)
     finally:
         torch.set_num_threads(before)
@@ -118,6 +124,18 @@ def engine_for(
     namespace = namespace_of(model, block_tokens=BLOCK_TOKENS, revision="random", name="random")
     blocks = blocks_for(arm, text, streams)
     return StreamEngine(model, blocks, namespace, rows_max=text.rows, lanes_max=streams, decode=decode)
+
+
+def seating(engine: StreamEngine, slots: int = 0) -> Callable[[Sequence[Session]], None]:
+    """Gathers contiguous copies that are behind the memory; they get room for ``slots`` each."""
+
+    def seat(sessions: Sequence[Session]) -> None:
+        import torch
+
+        with torch.inference_mode():
+            engine.lanes.seat(sessions, max(slots, *(session.slot_count for session in sessions)))
+
+    return seat
 
 
 def blocks_for(arm: Arm, text: Text, streams: int) -> int:

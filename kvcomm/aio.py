@@ -26,7 +26,7 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import AsyncPeers, iterate_async, run_async
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
-from kvcomm.streams.archive import Archive, PutAway, SpanLost
+from kvcomm.streams.archive import Archive, PutAway, Repeated, SpanLost
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
@@ -116,7 +116,9 @@ class AsyncClient:
 
     def archive(self, engine: Engine, *, bytes_max: int) -> AsyncSpanArchive:
         """See ``Client.archive``."""
-        return AsyncSpanArchive(self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max))
+        return AsyncSpanArchive(
+            self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max, counts=self.stream_counts())
+        )
 
     def agent(self, name: str, namespace: Namespace | None = None) -> AsyncAgent:
         """See ``Client.agent``."""
@@ -279,11 +281,12 @@ class AsyncStream:
         self,
         engine: Engine,
         *,
+        context: StreamContext | None = None,
         journal: Callable[[Event], None] = lambda event: None,
         deadline_s: float = DEADLINE_S,
     ) -> Session | Missing:
         """Go on where it is, exactly.  See ``Sharing.adopt``."""
-        steps = self._sharing.adopt(engine, self.agent, self.name, journal=journal)
+        steps = self._sharing.adopt(engine, self.agent, self.name, context=context, journal=journal)
         return await self._client.run(steps, deadline_s)
 
     async def context(self, *, deadline_s: float = DEADLINE_S) -> StreamContext:
@@ -319,6 +322,10 @@ class AsyncSpanArchive:
         return await self._client.run(
             self._archive.bring_back(session, span, insert_at, room=room), deadline_s
         )
+
+    def repeat(self, session: Session, lost: SpanLost, recorder: Recorder | None = None) -> Repeated:
+        """See ``Archive.repeat``; computes, and asks nobody."""
+        return self._archive.repeat(session, lost, recorder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,17 @@ class BlockPlane(Generic[M]):
         self._l1.touch(keys[: len(run.delivered)])
         return Prefix(tuple(run.delivered), len(keys), len(run.foreign))
 
-    def present(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
-        """Which of ``keys`` somebody seems to have; fetches, pins and verifies nothing."""
+    def present(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
+        """Which of ``keys`` somebody seems to have; ``None`` where one who may have it did not answer.
+        Fetches, pins and verifies nothing."""
         where: list[TierName | None] = ["l1" if block else None for block in self._l1.get(keys)]
-        yield from _fill(where, "l2", self._l2, keys)
-        yield from _fill(where, "l3", self._l3, keys)
-        return [tier is not None for tier in where]
+        silent: set[int] = set()
+        tiers: tuple[tuple[TierName, Tier | None], ...] = (("l2", self._l2), ("l3", self._l3))
+        for name, tier in tiers:
+            if tier is not None:
+                said = yield from _fill(where, name, tier, keys)
+                silent |= {index for index, present in said.items() if present is None}
+        return [True if tier else None if index in silent else False for index, tier in enumerate(where)]
 
     def publish(self, keys: Sequence[BlockKey], build: Callable[[int], BlockCopy]) -> Steps[list[Stored]]:
         """Write to each tier what it lacks.  ``build(index)`` makes a copy (and hashes it) only where one is

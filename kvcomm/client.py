@@ -19,7 +19,7 @@ from kvcomm.resolvers import table
 from kvcomm.rpc import Peers, iterate_blocking, run_blocking
 from kvcomm.stateplane import StateValue
 from kvcomm.steps import Steps
-from kvcomm.streams.archive import Archive, PutAway, SpanLost
+from kvcomm.streams.archive import Archive, PutAway, Repeated, SpanLost
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
@@ -112,7 +112,9 @@ class Client:
 
     def archive(self, engine: Engine, *, bytes_max: int) -> SpanArchive:
         """Where the archived spans of ``engine``'s sessions go, and come back from; see ``Archive``."""
-        return SpanArchive(self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max))
+        return SpanArchive(
+            self, Archive(Sharing(self._operations), engine, bytes_max=bytes_max, counts=self.stream_counts())
+        )
 
     def agent(self, name: str, namespace: Namespace | None = None) -> Agent:
         """The agent ``name``; ``namespace`` is the default of its contexts."""
@@ -282,11 +284,12 @@ class Stream:
         self,
         engine: Engine,
         *,
+        context: StreamContext | None = None,
         journal: Callable[[Event], None] = lambda event: None,
         deadline_s: float = DEADLINE_S,
     ) -> Session | Missing:
         """Go on where it is, exactly.  See ``Sharing.adopt``."""
-        steps = self._sharing.adopt(engine, self.agent, self.name, journal=journal)
+        steps = self._sharing.adopt(engine, self.agent, self.name, context=context, journal=journal)
         return self._client.run(steps, deadline_s)
 
     def context(self, *, deadline_s: float = DEADLINE_S) -> StreamContext:
@@ -321,6 +324,10 @@ class SpanArchive:
         """See ``Archive.bring_back``."""
         steps = self._archive.bring_back(session, span, insert_at, room=room)
         return self._client.run(steps, deadline_s)
+
+    def repeat(self, session: Session, lost: SpanLost, recorder: Recorder | None = None) -> Repeated:
+        """See ``Archive.repeat``; computes, and asks nobody."""
+        return self._archive.repeat(session, lost, recorder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from kvcomm.stateplane import StatePlane, StateValue, record_name, record_path
 from kvcomm.steps import Steps
 from kvcomm.strongplane import StrongPlane, StrongValue
 from kvcomm.tally import Tally
-from kvcomm.tier import Block, BlockCopy, TierName
+from kvcomm.tier import Block, BlockCopy, Presence, TierName
 from kvcomm.wire.messages import Dots
 
 NAMESPACES_MAX = 1024
@@ -146,8 +146,8 @@ class Operations:
         """Fetch blocks by their keys, one lineage a key; the leading ones that could be had."""
         return (yield from self._fetch(keys, lineages, self.bind(namespace).block_tokens))
 
-    def present(self, keys: Sequence[BlockKey]) -> Steps[list[bool]]:
-        """Which of ``keys`` somebody seems to have."""
+    def present(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
+        """Which of ``keys`` somebody seems to have; ``None`` where nobody can say."""
         return (yield from self._blocks.present(keys))
 
     def publish(

@@ -11,7 +11,7 @@ that count alike never restore each other's (``kvcomm.streams.lineage.span_id``)
 
 **A lost span is not computed again in secret.**  Its rows saw what may be out of view by now, so their K/V
 cannot be computed again; ``SpanLost`` says which rows are gone.  What can be done is to let the model read
-the text once more, as new rows at new positions (:func:`repeat`), and that is written down.
+the text once more, as new rows at new positions (:meth:`Archive.repeat`), and that is written down.
 
 **Memory is bounded**: :meth:`Archive.settle` puts the coldest spans away while more than ``bytes_max`` are
 here.  Nobody waits for room while holding some: who finds none stands in line without blocks
@@ -27,6 +27,7 @@ from typing import Any
 from kvcomm.operations import Published
 from kvcomm.steps import Steps
 from kvcomm.streams.chain import ChainBlock, chain_of
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.pool import BlockId
@@ -50,13 +51,16 @@ class PutAway:
 
 @dataclass(frozen=True, slots=True)
 class SpanLost:
-    """A span that cannot come back.  The session is as it was; :func:`repeat` its text, or drop it."""
+    """A span that did not come back.  The session is as it was: try again unless it is :attr:`gone`,
+    ``Archive.repeat`` its text, or drop it."""
 
     span: SpanId
     rows: tuple[int, ...]
     """All of its rows."""
     missing_rows: tuple[int, ...]
-    """Those without K/V anywhere."""
+    """Those whose K/V could not be had."""
+    gone: bool
+    """Nobody has it.  Else somebody may, who did not answer in time, or whose copy was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,16 @@ class Archive:
     Args:
         sharing: of the client through which spans move.
         bytes_max: of archived K/V in the engine's memory, after :meth:`settle`.
+        counts: of the engine's streams; its own if not given.
     """
 
-    def __init__(self, sharing: Sharing, engine: Engine, *, bytes_max: int) -> None:
+    def __init__(
+        self, sharing: Sharing, engine: Engine, *, bytes_max: int, counts: StreamCounts | None = None
+    ) -> None:
         if bytes_max < 0:
             raise ValueError("bytes_max must not be negative")
         self._sharing, self.engine, self.bytes_max = sharing, engine, bytes_max
+        self._counts = counts or StreamCounts()
 
     def memory_bytes(self, sessions: Sequence[Session]) -> int:
         """Archived K/V of these sessions in the engine's memory; what forks share counts once."""
@@ -109,6 +117,7 @@ class Archive:
             if self.memory_bytes(sessions) <= self.bytes_max:
                 break
             done.append((yield from self._put_away(holders, span)))
+        self._counts.archived(self.memory_bytes(sessions))
         return done
 
     def bring_back(
@@ -142,12 +151,31 @@ class Archive:
             return session.restore(span, insert_at)
         found = yield from self._sharing.get(self.engine, wanted, room=room or None)
         if isinstance(found, Lost):
-            return SpanLost(span, archived.rows, found.rows)
+            return SpanLost(span, archived.rows, found.rows, found.gone)
         try:
             return session.restore(span, insert_at, blocks=found)
         except BaseException:
             pool.release(found)
             raise
+
+    def repeat(self, session: Session, lost: SpanLost, recorder: Recorder | None = None) -> Repeated:
+        """Let the model read the text of a lost span once more: visibly, as new rows at the end, each
+        computed under the view of now.  A pending token is fed before them.  The span is dropped.
+
+        Args:
+            recorder: of the session; writes down that these rows repeat a text.
+
+        Raises:
+            Refused, PoolFull: as ``Session.plan``; nothing is changed.
+        """
+        text = [session.tokens[row] for row in lost.rows]
+        before = [] if session.pending is None else [session.pending]
+        (logits,) = self.engine.feed([(session, [*before, *text])])
+        session.drop_archived(lost.span, moved=False)
+        if recorder is not None:
+            recorder.repeated(len(text))
+        self._counts.reprefilled(len(text))
+        return Repeated(lost.span, session.next_row - len(text), len(text), logits)
 
     def _put_away(self, sessions: Sequence[Session], span: SpanId) -> Steps[PutAway]:
         archived, blocks = _archived(sessions[0], span), self._blocks_of(sessions[0], span)
@@ -161,25 +189,6 @@ class Archive:
     def _blocks_of(self, session: Session, span: SpanId) -> tuple[ChainBlock, ...]:
         namespace = self._sharing.require_bound(self.engine)
         return chain_of(namespace, session.tokens, session.events).archived[span]
-
-
-def repeat(engine: Engine, session: Session, lost: SpanLost, recorder: Recorder | None = None) -> Repeated:
-    """Let the model read the text of a lost span once more: visibly, as new rows at the end, each computed
-    under the view of now.  A pending token is fed before them.  The span is dropped.
-
-    Args:
-        recorder: of the session; writes down that these rows repeat a text.
-
-    Raises:
-        Refused, PoolFull: as ``Session.plan``; nothing is changed.
-    """
-    text = [session.tokens[row] for row in lost.rows]
-    before = [] if session.pending is None else [session.pending]
-    (logits,) = engine.feed([(session, [*before, *text])])
-    session.drop_archived(lost.span, moved=False)
-    if recorder is not None:
-        recorder.repeated(len(text))
-    return Repeated(lost.span, session.next_row - len(text), len(text), logits)
 
 
 def _archived(session: Session, span: SpanId) -> Archived:

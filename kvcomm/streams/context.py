@@ -44,7 +44,17 @@ from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
-from kvcomm.streams.events import KINDS, ROOT_DIGEST, Event, Run, SlotRange, SpanId, ViewDigest, row_runs
+from kvcomm.streams.events import (
+    KINDS,
+    ROOT_DIGEST,
+    Event,
+    Run,
+    SlotRange,
+    SpanId,
+    ViewDigest,
+    row_runs,
+    run_rows,
+)
 from kvcomm.streams.session import Session, Turn
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 
@@ -109,6 +119,7 @@ class StreamContext:
     @staticmethod
     def of(
         session: Session,
+        chain: Chain,
         *,
         producer: Incarnation,
         policy: str = "",
@@ -118,16 +129,13 @@ class StreamContext:
         """What ``session`` is now.
 
         Args:
+            chain: of its tokens and events.
             filler_rows, repeated_rows: as its recorder has them; whoever goes on needs them to tell the
                 stream's text.
-
-        Raises:
-            TokenError, Corrupt: the session contradicts itself.
         """
-        chain = chain_of(session.namespace, session.tokens, session.events)
-        known = [block.key for block in chain.table]
-        mine = [session.pool.key_of(block) for block in session.table[: len(known)]]
-        assert mine == known and len(session.table) == len(chain.blocks), "the table follows from the log"
+        assert len(session.table) == len(chain.blocks), "the table follows from the log"
+        for block, known in zip(session.table, chain.table, strict=False):
+            assert session.pool.key_of(block) == known.key
         archived = {span: tuple(each.keys) for span, each in session.archive.items()}
         return StreamContext(
             session.namespace.id,
@@ -165,6 +173,16 @@ class StreamContext:
         if sys.byteorder == "big":
             values.byteswap()
         return values
+
+    @property
+    def filler_rows(self) -> list[int]:
+        """As ``Recorder`` and ``Conversation`` have them."""
+        return run_rows(self.filler_runs).tolist()
+
+    @property
+    def repeated_rows(self) -> list[int]:
+        """As ``Recorder`` has them."""
+        return run_rows(self.repeated_runs).tolist()
 
     @property
     def view_digest(self) -> ViewDigest:

@@ -29,13 +29,18 @@ class Engine(Protocol):
         """Of the memory."""
         ...
 
-    @property
-    def rows_max(self) -> int:
-        """Most rows of a session."""
-        ...
-
     def session(self, *, journal: Callable[[Event], None] = ...) -> Session:
         """A new rollout on this memory."""
+        ...
+
+    def recovered(
+        self, tokens: Sequence[int], events: Sequence[Event], *, journal: Callable[[Event], None] = ...
+    ) -> Session:
+        """A rollout that another session wrote so far, swapped out; see :meth:`Session.recovered`.
+
+        Raises:
+            Refused: it is too long, or was written under a version of weights that the model does not have.
+        """
         ...
 
     def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> list[Any]:

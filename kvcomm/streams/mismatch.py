@@ -28,6 +28,10 @@ FIRST_SAMPLES = 3
 """Behind an event: those that a wrong row border shows in first."""
 
 
+_COMPARED_AT_ONCE = 1 << 26
+"""Logits that are in memory as float64 at a time."""
+
+
 class Scored(Protocol):
     """What a replay gives."""
 
@@ -160,9 +164,19 @@ def mismatch(
 def exact_kl(rollout: Rollout, engine: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:
     """``KL(engine || trainer)`` at each sample, float64 ``[samples]``; logits ``[samples, vocab_size]``, of
     which the temperature's distributions are compared."""
-    heat = torch.tensor([sample.sampling.temperature or 1.0 for sample in rollout.samples]).double()[:, None]
-    ours, its = (torch.log_softmax(logits.detach().cpu().double() / heat, -1) for logits in (engine, trainer))
-    return (ours.exp() * (ours - its)).sum(-1)
+    heat = torch.tensor([sample.sampling.temperature or 1.0 for sample in rollout.samples])
+    rows = max(1, _COMPARED_AT_ONCE // engine.shape[-1])
+    parts = zip(*(torch.split(each, rows) for each in (engine, trainer, heat)), strict=True)
+    return torch.cat([_kl(*part) for part in parts])
+
+
+def _kl(engine: torch.Tensor, trainer: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+    device = trainer.device
+    ours, its = (
+        torch.log_softmax(logits.detach().to(device).double() / heat.to(device).double()[:, None], -1)
+        for logits in (engine, trainer)
+    )
+    return (ours.exp() * (ours - its)).sum(-1).cpu()
 
 
 def judged_samples(rollout: Rollout, version: int) -> list[bool]:

@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from kvcomm.errors import Corrupt
 from kvcomm.streams.events import Event
@@ -34,6 +35,9 @@ from kvcomm.streams.view import View
 
 PAD_TOKEN = 0
 """Stands in padding rows, which nobody reads."""
+
+_SCORED_AT_ONCE = 1 << 27
+"""Logits that are in memory as float32 at a time."""
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -203,13 +207,15 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
             [(start + birth, start + death) for birth, death in intervals]
             for intervals in rollout.visibility().intervals
         ]
-    for row in range(len(tokens), -(-len(tokens) // multiple) * multiple):
-        tokens.append(PAD_TOKEN)
-        positions.append(0)
-        lives.append([(row, row + 1)])
-    births, deaths = _interval_tensors(lives)
-    as_tensor = {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
-    return Pack(tuple(rollouts), tuple(starts), births=births, deaths=deaths, **as_tensor)
+    missing = -len(tokens) % multiple
+    lives += [[(row, row + 1)] for row in range(len(tokens), len(tokens) + missing)]
+    return _packed(rollouts, starts, tokens + [PAD_TOKEN] * missing, positions + [0] * missing, lives)
+
+
+def padding(row_count: int) -> Pack:
+    """Rows that see themselves and that nobody reads: for a pass whose result does not count."""
+    zeros = [0] * row_count
+    return _packed((), (), zeros, zeros, [[(row, row + 1)] for row in range(row_count)])
 
 
 def bins(row_counts: Sequence[int], rows_max: int) -> list[list[int]]:
@@ -314,9 +320,23 @@ def sampled_log_probabilities(logits: torch.Tensor, samples: Sequence[Sample]) -
     Returns:
         float32 (float64 if the logits are) ``[samples]``; gradients flow.
     """
+    rows = max(1, _SCORED_AT_ONCE // logits.shape[-1])
+    parts = [(part, samples[at * rows :][: len(part)]) for at, part in enumerate(torch.split(logits, rows))]
+    if len(parts) < 2 or not (logits.requires_grad and torch.is_grad_enabled()):
+        return torch.cat([_scored(*part) for part in parts])
+    # Else every part would keep a copy of itself in float32 until the backward pass.
+    again = [checkpoint(_scored, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.cat(again)
+
+
+def _scored(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    """One part of :func:`sampled_log_probabilities`."""
     drawn = torch.tensor([sample.token for sample in samples], dtype=torch.int64, device=logits.device)
+    groups = _by_sampling(samples)
+    if len(groups) == 1:
+        return _drawn(logits, drawn, samples[0].sampling)
     found = logits.new_zeros(len(samples), dtype=torch.promote_types(logits.dtype, torch.float32))
-    for sampling, places in _by_sampling(samples).items():
+    for sampling, places in groups.items():
         at = torch.tensor(places, dtype=torch.int64, device=logits.device)
         found = found.index_copy(0, at, _drawn(logits[at], drawn[at], sampling))
     return found
@@ -371,6 +391,18 @@ def policy_loss(log_probs: torch.Tensor, rollout: Rollout, advantage: torch.Tens
 
 
 # -- inside
+
+
+def _packed(
+    rollouts: Sequence[Rollout],
+    starts: Sequence[int],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    lives: Sequence[Sequence[tuple[int, int]]],
+) -> Pack:
+    births, deaths = _interval_tensors(lives)
+    as_tensor = {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
+    return Pack(tuple(rollouts), tuple(starts), births=births, deaths=deaths, **as_tensor)
 
 
 def _interval_tensors(lives: Sequence[Sequence[tuple[int, int]]]) -> tuple[torch.Tensor, torch.Tensor]:

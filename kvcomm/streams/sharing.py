@@ -25,14 +25,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from kvcomm.block import header_for
+from kvcomm.blockplane import Stored
 from kvcomm.errors import Conflict, NamespaceError, Unavailable
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
 from kvcomm.stateplane import record_name
 from kvcomm.steps import Steps
-from kvcomm.streams.chain import ChainBlock
+from kvcomm.streams.chain import ChainBlock, chain_of
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event
@@ -40,6 +43,11 @@ from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
 from kvcomm.tier import Block, BlockCopy
+
+_T = TypeVar("_T")
+
+PART_BYTES = 64 << 20
+"""K/V under way at a time, beside the engine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +67,17 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A context that cannot be taken over, because K/V of its view is lost.  Nothing was changed.
+    """A context that cannot be taken over, because K/V of its view could not be had.  Nothing was changed.
 
-    What is left to do is visible: read the text of the view as the prompt of a *new* stream, which will not
-    continue as the old one would have.
+    What is left to do is visible: try again unless it is :attr:`gone`; or read the text of the view as the
+    prompt of a *new* stream, which will not continue as the old one would have.
     """
 
     context: StreamContext
     rows: tuple[int, ...]
-    """In view, and without K/V anywhere."""
+    """Of the view: those whose K/V could not be had."""
+    gone: bool
+    """Nobody has it.  Else somebody may, who did not answer in time, or whose copy was refused."""
 
 
 class Sharing:
@@ -95,26 +105,29 @@ class Sharing:
             replaces: put it over a head that went another way, which is forgotten.
 
         Raises:
-            ValueError: it is swapped out or closed.
+            ValueError: it is swapped out, closed, or of another engine.
             NamespaceError: the engine's namespace was not bound to this client's tenant.
             Conflict: the head is not a past of this session.
             TooLarge: the record would be; see ``StreamContext.encode``.
             And what ``StatePlane.put`` raises.
         """
         namespace = self.require_bound(engine)
+        if session.pool is not engine.pool:
+            raise ValueError("a session of another engine: its blocks are not in this memory")
         if session.closed or session.swapped is not None:
             raise ValueError(
                 "the session's bytes are not in memory: publish before it is closed or swapped out"
             )
+        chain = chain_of(namespace, session.tokens, session.events)
         context = StreamContext.of(
             session,
+            chain,
             producer=self._operations.producer,
             policy=policy,
             filler_rows=recorder.filler_rows if recorder else (),
             repeated_rows=recorder.repeated_rows if recorder else (),
         )
         value = context.encode()
-        chain = context.verify(namespace)
         here = list(zip(session.table, chain.blocks, strict=True))
         for span, archived in session.archive.items():
             here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
@@ -143,12 +156,19 @@ class Sharing:
         return head
 
     def adopt(
-        self, engine: Engine, agent: str, name: str, *, journal: Callable[[Event], None] = lambda event: None
+        self,
+        engine: Engine,
+        agent: str,
+        name: str,
+        *,
+        context: StreamContext | None = None,
+        journal: Callable[[Event], None] = lambda event: None,
     ) -> Steps[Session | Missing]:
         """Take a published context over: a session that goes on exactly as its own would, or which rows
         cannot be had.
 
         Args:
+            context: as :meth:`head` gave it; the head of now if not given.
             journal: the new session's; it is given all events of the past first.
 
         Raises:
@@ -159,19 +179,13 @@ class Sharing:
             And what :meth:`head` raises.
         """
         namespace = self.require_bound(engine)
-        context = yield from self.head(agent, name)
+        if context is None:
+            context = yield from self.head(agent, name)
         chain = context.verify(namespace)
-        session = Session.recovered(
-            engine.pool,
-            namespace,
-            context.tokens,
-            context.events,
-            rows_max=engine.rows_max,
-            journal=journal,
-        )
+        session = engine.recovered(context.tokens, context.events, journal=journal)
         table = yield from self.get(engine, chain.table, chain.tail)
         if isinstance(table, Lost):
-            return Missing(context, table.rows)
+            return Missing(context, table.rows, table.gone)
         session.attach(table)
         try:
             for event in context.events:
@@ -179,7 +193,8 @@ class Sharing:
         except BaseException:
             session.close()
             raise
-        for span in session.archive.keys() - {each.span for each in context.archived}:
+        kept = {each.span for each in context.archived}
+        for span in [span for span in session.archive if span not in kept]:
             session.drop_archived(span, moved=False)
         session.turns, session.pending = list(context.turns), context.pending
         session.protect(context.protected)
@@ -189,8 +204,8 @@ class Sharing:
         """Publish blocks that the engine holds, as far as nobody has them."""
         namespace = engine.namespace
 
-        def build(index: int) -> BlockCopy:
-            block, known = blocks[index]
+        def build(part: Sequence[tuple[BlockId, ChainBlock]], index: int) -> BlockCopy:
+            block, known = part[index]
             payload = _filled(engine.payload(block), namespace, len(known.rows))
             header = header_for(
                 namespace,
@@ -203,9 +218,13 @@ class Sharing:
             )
             return BlockCopy(replace(header, token_count=len(known.rows)), payload)
 
+        statuses: list[Stored] = []
         with _holding(engine.pool, [block for block, _ in blocks]):
-            keys = [known.key for _, known in blocks]
-            return (yield from self._operations.publish_copies(namespace, keys, build))
+            for part in _parts(blocks, namespace):
+                keys = [known.key for _, known in part]
+                put = yield from self._operations.publish_copies(namespace, keys, partial(build, part))
+                statuses += put.statuses
+        return Published(tuple(statuses))
 
     def get(
         self,
@@ -241,18 +260,13 @@ class Sharing:
                 taken = list(room[: len(wanted)])
                 pool.release(room[len(wanted) :])
             held += taken
-            fetched = yield from self._fetch(engine.namespace, wanted)
-            if not isinstance(fetched, Lost):
-                for block, known, copy in zip(taken, wanted, fetched, strict=True):
-                    engine.load(block, copy.payload)
-                    if known is not tail:
-                        pool.name(block, known.key)
+            lost = yield from self._load(engine, list(zip(taken, wanted, strict=True)))
         except BaseException:
             pool.release(held)
             raise
-        if isinstance(fetched, Lost):
+        if lost is not None:
             pool.release(held)
-            return fetched
+            return lost
         fresh = iter(taken)
         table = [next(fresh) if mine is None else mine for mine in found]
         return [*table, *fresh]
@@ -271,25 +285,40 @@ class Sharing:
         (state,) = yield from self._operations.state().get([record])
         return [StreamContext.decode(value) for value in state.values]
 
-    def _fetch(self, namespace: Namespace, wanted: Sequence[ChainBlock]) -> Steps[Sequence[Block] | Lost]:
-        if not wanted:
-            return ()
-        keys, lineages = [block.key for block in wanted], [block.lineage for block in wanted]
-        hit = yield from self._operations.fetch_named(namespace, keys, lineages)
-        pairs = zip(wanted, hit.blocks, strict=False)
-        good = next((at for at, pair in enumerate(pairs) if not _is(*pair, namespace)), len(hit.blocks))
-        if good == len(wanted):
-            return hit.blocks
-        there = yield from self._operations.present(keys[good + 1 :])
-        gone = [block for block, seen in zip(wanted[good + 1 :], there, strict=True) if not seen]
-        return Lost((wanted[good], *gone))
+    def _load(self, engine: Engine, wanted: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[Lost | None]:
+        """Fetch, verify, load and name, a part at a time."""
+        namespace, asked, loaded = engine.namespace, 0, 0
+        for part in _parts(wanted, namespace):
+            asked += len(part)
+            keys, lineages = [known.key for _, known in part], [known.lineage for _, known in part]
+            hit = yield from self._operations.fetch_named(namespace, keys, lineages)
+            for (block, known), copy in zip(part, hit.blocks, strict=False):
+                if not _is(known, copy, namespace):
+                    break
+                engine.load(block, copy.payload)
+                if len(known.rows) == namespace.block_tokens:
+                    engine.pool.name(block, known.key)
+                loaded += 1
+            if loaded < asked:
+                return (yield from self._lost([known for _, known in wanted[loaded:]]))
+        return None
+
+    def _lost(self, rest: Sequence[ChainBlock]) -> Steps[Lost]:
+        """The first of these could not be had; others may be."""
+        there = yield from self._operations.present([block.key for block in rest])
+        missing = [
+            (block, seen) for block, seen in zip(rest, there, strict=True) if not seen or block is rest[0]
+        ]
+        return Lost(tuple(block for block, _ in missing), all(seen is False for _, seen in missing))
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Blocks that nobody has.  More may be: after the first, the others were asked for, not fetched."""
+    """Blocks that could not be had.  More may be: after the first, the others were asked for, not fetched."""
 
     blocks: tuple[ChainBlock, ...]
+    gone: bool
+    """Whether all who may have them said that they have not."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -298,6 +327,13 @@ class Lost:
 
 def _record(agent: str, name: str) -> bytes:
     return record_name("stream", agent, name)
+
+
+def _parts(blocks: Sequence[_T], namespace: Namespace) -> Iterator[Sequence[_T]]:
+    """So many at a time as may be held twice."""
+    count = max(1, PART_BYTES // namespace.block_bytes)
+    for start in range(0, len(blocks), count):
+        yield blocks[start : start + count]
 
 
 def _is(known: ChainBlock, copy: Block, namespace: Namespace) -> bool:

@@ -326,3 +326,7 @@ def test_presence_is_asked_of_every_tier_and_nothing_is_fetched() -> None:
     there = run(plane(near_with({0}), l2, l3).present(KEYS[:6]))
     assert there == [True, True, True, False, True, False]
     assert l2.gets == l3.gets == []
+    l2.reachable = False
+    there = run(plane(near_with({0}), l2, l3).present(KEYS[:6]))
+    assert there == [True, None, True, None, True, None], "a silent pool may have what shards have not"
+    assert run(plane(near_with(), None, l3).present(KEYS[1:3])) == [False, True]

@@ -120,6 +120,11 @@ class PagedDecode:
         ]
         return logits
 
+    def forget(self) -> None:
+        """The weights are others, maybe in other places, where recorded steps would not look."""
+        self._steps.clear()
+        self._memory = None
+
     # -- inside
 
     def _logits(self, steps: _Steps) -> torch.Tensor:

@@ -29,6 +29,7 @@ from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import PoolFull
 from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.context import StreamContext
 from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.policies.full import Full
@@ -75,20 +76,21 @@ def _no_journal(event: Event) -> None:
 class Stream:
     """One rollout.
 
-        Args:
-            engine: who computes it.
-            name: of the rollout.
-            policy: what to cut; nothing if not given.
-            markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
-            sampling: how tokens are drawn.
-            seed: of the draw.
-            archive: keep what is cut, to bring it back.
-            filler_rows_max: see ``Conversation``.
-            session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
-            journal: of the new session.
+    Args:
+        engine: who computes it.
+        name: of the rollout.
+        policy: what to cut; nothing if not given.
+        markup: how messages end, where there are any: then turns, protected prefix and filler are kept.
+        sampling: how tokens are drawn.
+        seed: of the draw.
+        archive: keep what is cut, to bring it back.
+        filler_rows_max: see ``Conversation``.
+        session: to go on with, of ``engine``: adopted, recovered, forked; a new one if not given.
+        past: what ``session`` was adopted from: knows its fillers.
+        journal: of the new session.
 
-        Raises:
-            ConfigError: the policy does not fit the engine's blocks.
+    Raises:
+        ConfigError: the policy does not fit the engine's blocks.
     """
 
     def __init__(
@@ -103,16 +105,23 @@ class Stream:
         archive: bool = False,
         filler_rows_max: int | None = None,
         session: Session | None = None,
+        past: StreamContext | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
-        if markup is not None:
-            begun = Conversation.resumed if self.session.next_row else Conversation
-            self.conversation = begun(self.session, markup, filler_rows_max=filler_rows_max)
-            self.recorder.filler_at(self.conversation.filler_rows)
+        filler_rows = past.filler_rows if past else None
+        if markup is not None and self.session.next_row:
+            self.conversation = Conversation.resumed(
+                self.session, markup, filler_rows=filler_rows, filler_rows_max=filler_rows_max
+            )
+            filler_rows = self.conversation.filler_rows
+        elif markup is not None:
+            self.conversation = Conversation(self.session, markup, filler_rows_max=filler_rows_max)
+        self.recorder.filler_at(filler_rows or ())
+        self.recorder.repeated_rows += past.repeated_rows if past else ()
         self.sampling = sampling
         self.logits: torch.Tensor | None = None
         """After the last row, float32 ``[vocab_size]``."""
@@ -137,8 +146,8 @@ class Stream:
         at_row: int | None = None,
         journal: Callable[[Event], None] = _no_journal,
     ) -> Stream:
-        """Another stream with the same past, whose blocks it shares and whose draw goes another way from here:
-        siblings of one prompt, or what follows instead of a mistake.
+        """Another stream with the same past, whose blocks it shares and whose draw goes another way from
+        here: siblings of one prompt, or what follows instead of a mistake.
 
         Args:
             name: of its rollout; its digest stands in the log.

@@ -103,11 +103,6 @@ def namespace_of(
     )
 
 
-def require_fixed_rotations(model: PreTrainedModel) -> None:
-    """Raises ``UnsupportedModel`` where a key that was rotated once changes its meaning later."""
-    _rope(model.config.get_text_config(decoder=True))
-
-
 def weights_digest(model: PreTrainedModel) -> str:
     """SHA-256 (hex) over names, dtypes, shapes and bytes of all weights, as they are in memory.
 

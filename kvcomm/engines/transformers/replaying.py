@@ -37,13 +37,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
-from kvcomm.engines.transformers.identity import require_fixed_rotations
+from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.replay import (
     Keeping,
     Pack,
     Segment,
     Unreplayable,
     pack,
+    padding,
     require_maskable,
     sampled_log_probabilities,
     segments,
@@ -87,16 +88,17 @@ def replay(
             ``kvcomm.streams.replay.bins``.
         kv_dtype: of the engine's K/V memory where it is not the model's: rows are rounded as they were there.
         keeping: how the engine kept its rows.
-        passes: run as many forward passes at least, further ones on a single token whose logits count
-            nothing, so that ranks which wait for each other in every pass stay together.
+        passes: run as many forward passes at least, further ones on padding whose logits count nothing, so
+            that ranks which wait for each other in every pass stay together.
 
     Raises:
-        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask).
-        UnsupportedModel: rotary frequencies that depend on the length.
+        Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
+            or it has no gradient.
+        NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
     require_maskable(keeping)
-    require_fixed_rotations(model)
+    require_compactable(model.config.to_dict())
     _require_masks(model, path, kv_dtype)
     packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
     if path == "mask":
@@ -153,7 +155,8 @@ def _segmented(
 ) -> torch.Tensor:
     """Logits ``[samples, vocab_size]``."""
     tokens = torch.tensor(rollout.tokens, device=model.device)
-    queries = torch.tensor([sample.query_row for sample in rollout.samples], device=model.device)
+    asked = [sample.query_row for sample in rollout.samples]
+    queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
     found, order = [], []
     for segment in plan:
@@ -242,10 +245,11 @@ class _RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
-    """One row that sees itself: a number that depends on all weights that a pass uses."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    alone = _mask(torch.ones(1, 1, dtype=torch.bool, device=model.device))
-    return forward(model, token, token, {FULL: alone, SLIDING: alone}).float().mean()
+    """Rows of padding: a number that depends on all weights that a pass uses."""
+    packed = padding(FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+    with _attending(model):
+        logits = forward(model, packed.tokens[None], packed.positions[None], _masks(model, packed), last=1)
+    return logits.float().mean()
 
 
 def _attention(model: PreTrainedModel) -> str:
@@ -261,10 +265,20 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         )
     if attention == FLEX and path != "mask":
         raise Unreplayable(f"the {path} replay attends with 'sdpa' or 'eager', not {FLEX!r}")
-    if kv_dtype is not None and model.training and model.is_gradient_checkpointing:
+    if attention == FLEX and model.device.type == "cpu" and torch.is_grad_enabled():
+        raise Unreplayable(
+            f"{FLEX!r} has no gradients on a CPU: train there with 'sdpa', or use torch.no_grad()"
+        )
+    if kv_dtype is not None and model.training and _checkpoints(model):
         raise Unreplayable(
             "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"
         )
+
+
+def _checkpoints(model: PreTrainedModel) -> bool:
+    """``is_gradient_checkpointing`` has a new name from transformers 5.24 on."""
+    new = "is_activation_checkpointing"
+    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
 
 
 def _mask(seen: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_ty
 from kvcomm.engines.transformers.identity import namespace_of
 from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
+from kvcomm.errors import Refused
 from kvcomm.namespace import Namespace
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
@@ -96,6 +97,31 @@ class StreamEngine:
             session.set_weights(self.weights_version)
         return session
 
+    def recovered(
+        self,
+        tokens: Sequence[int],
+        events: Sequence[Event],
+        *,
+        journal: Callable[[Event], None] = _no_journal,
+    ) -> Session:
+        """See :meth:`kvcomm.streams.engine.Engine.recovered`.
+
+        Raises:
+            Refused: the last rows were computed with other weights than the model has now; see
+                :meth:`set_weights`.
+        """
+        session = Session.recovered(
+            self.pool, self.namespace, tokens, events, rows_max=self.rows_max, journal=journal
+        )
+        if session.view.weights_version != self.weights_version:
+            raise Refused(
+                f"the stream was written with weights {session.view.weights_version}, and these are "
+                f"{self.weights_version}: it would not go on as it would have; take it over with an engine "
+                "of its weights"
+            )
+        self.counts.watch(session)
+        return session
+
     def set_weights(self, version: int, sessions: Iterable[Session] = ()) -> None:
         """The model's weights were changed in place: rows of ``sessions`` go on under them, over the K/V of
         the old ones, and new sessions share no block with older weights.  Other open sessions must not be
@@ -110,6 +136,8 @@ class StreamEngine:
         for session in sessions:
             session.set_weights(version)
         self.weights_version = version
+        if self._decode is not None:
+            self._decode.forget()
 
     def feed(
         self, feeds: Sequence[tuple[Session, Sequence[int]]], *, watch: Watch | None = None

@@ -29,6 +29,17 @@ class ByteEngine:
     def session(self, *, journal: Callable[[Event], None] = lambda event: None) -> Session:
         return Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
 
+    def recovered(
+        self,
+        tokens: Sequence[int],
+        events: Sequence[Event],
+        *,
+        journal: Callable[[Event], None] = lambda event: None,
+    ) -> Session:
+        return Session.recovered(
+            self.pool, self.namespace, tokens, events, rows_max=self.rows_max, journal=journal
+        )
+
     def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> list[Any]:
         """The next token after each."""
         answers = []

@@ -31,14 +31,16 @@ class Tier:
     held: dict[BlockKey, bytes] = field(default_factory=dict)
     blocks_max: int = 1_000_000
     fetched: int = 0
+    silent: bool = False
+    """It answers nobody."""
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
         yield from ()
-        return [key in self.held for key in keys]
+        return [None if self.silent else key in self.held for key in keys]
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
         for index, key in enumerate(keys):
-            if key in self.held:
+            if key in self.held and not self.silent:
                 copy = memoryview(self.held[key])
                 self.fetched += 1
                 found(index, Block(verify_copy(copy, key), copy, self.name))

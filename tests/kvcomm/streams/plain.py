@@ -12,22 +12,32 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
+from kvcomm.namespace import Namespace
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
-from tests.namespaces import namespace
+from tests.namespaces import namespace as complete
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PlainEngine:
-    """The port of an engine, as far as rollouts need it; ``kv_dtype``: what K/V are rounded to."""
+    """The port of an engine, as far as rollouts need it.
+
+    Args:
+        namespace: of an engine whose spans it shall know.
+        kv_dtype: what K/V are rounded to.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, *, block_tokens: int = 16, block_count: int = 4096, kv_dtype=None
-    ):
+        self,
+        model: PreTrainedModel,
+        namespace: Namespace | None = None,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.kv_dtype = model, kv_dtype
-        self.namespace = namespace(block_tokens=block_tokens, vocab_size=model.config.vocab_size)
-        self.pool = BlockPool(block_count)
+        self.namespace = namespace or complete(vocab_size=model.config.vocab_size)
+        self.pool = BlockPool(1000)
         self._rows: dict[Session, Layers] = {}
         """[1, kv heads, rows ever fed, head dim], by layer."""
 

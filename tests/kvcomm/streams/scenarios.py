@@ -16,7 +16,7 @@ import torch
 
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.replay import log_probabilities
-from kvcomm.streams.rollout import Rollout, Sampling
+from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.session import Session
 
 PLAIN = Sampling()
@@ -56,9 +56,13 @@ class Writer:
             token = int(torch.multinomial(log_probs.exp(), 1, generator=self.generator))
         else:
             token = int(log_probs.argmax())
-        self.recorder.sampled(token, float(log_probs[token]), self.sampling)
-        self._sampled.append(self.logits)
+        self.record(Sample(0, token, float(log_probs[token]), self.sampling))
         return token
+
+    def record(self, sample: Sample) -> None:
+        """As if its token had just been drawn."""
+        self.recorder.sampled(sample.token, sample.logprob, sample.sampling)
+        self._sampled.append(self.logits)
 
     def end(self, last: Sequence[int], *, padded: bool) -> Steps:
         """The ``last`` tokens of a message, and filler that ends their block."""

@@ -6,11 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvcomm.block import BlockKey, Incarnation
 from kvcomm.errors import Corrupt, NamespaceError, TooLarge
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
+from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.events import Run, SpanId
 from kvcomm.streams.pool import BlockPool
@@ -20,7 +24,8 @@ from tests.namespaces import namespace
 
 
 def context_of(session: Session) -> StreamContext:
-    return StreamContext.of(session, producer=Incarnation(7), policy="turns")
+    chain = chain_of(session.namespace, session.tokens, session.events)
+    return StreamContext.of(session, chain, producer=Incarnation(7), policy="turns")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -162,3 +167,30 @@ def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
     before = contexts[0]
     assert all(context_of(session).extends(each) for each in contexts)
     assert not replace(before, namespace=NAMESPACE.for_tenant(TenantDigest(b"t" * 16)).id).extends(before)
+
+
+@given(
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=4),
+)
+@settings(max_examples=200, deadline=None)
+def test_bytes_that_were_changed_and_sealed_again_are_refused_or_verify_nothing(
+    seed: int, flips: list[tuple[int, int]]
+) -> None:
+    """Who can write the record can seal it: whatever it says, the answer is ``Corrupt``, no other error, and
+    nothing is believed that tokens and events do not give."""
+    body = bytearray(SEALED[seed])
+    for at, mask in flips:
+        body[at % len(body)] ^= mask
+    data = bytes(body) + xxh3_64_intdigest(bytes(body)).to_bytes(8, "little")
+    try:
+        context = StreamContext.decode(data)
+        chain = context.verify(NAMESPACE)
+    except (Corrupt, NamespaceError):
+        return
+    assert context.encode() == data
+    assert list(chain.view.runs) == list(context.view_runs) and chain.lineage == context.lineage
+    assert context.keys == tuple(block.key for block in chain.blocks)
+
+
+SEALED = [context_of(told(seed, steps=15)).encode()[:-8] for seed in range(10)]

@@ -240,6 +240,23 @@ class TestProbabilities:
         assert torch.isfinite(logits.grad).all()
         assert logits.grad.abs().sum() > 0
 
+    def test_scores_in_parts_are_the_same_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(3)
+        logits = torch.randn(11, 40)
+        samples = [
+            Sample(at, int(row.argmax()), 0.0, self.SAMPLINGS[at % 2 * 4]) for at, row in enumerate(logits)
+        ]
+        found = []
+        for at_once in (1 << 20, 3 * 40):
+            monkeypatch.setattr("kvcomm.streams.replay._SCORED_AT_ONCE", at_once)
+            own = logits.clone().requires_grad_()
+            scores = sampled_log_probabilities(own, samples)
+            (slope,) = torch.autograd.grad(scores.sum(), own)
+            found.append((scores.detach(), slope))
+        (whole, slope), (parts, slope_of_parts) = found
+        assert torch.equal(whole, parts)
+        assert torch.equal(slope, slope_of_parts)
+
     def test_the_loss_is_over_samples_with_loss_alone(self) -> None:
         rollout = story(3)[0]
         learned = loss_mask(rollout)

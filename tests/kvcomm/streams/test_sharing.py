@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import AsyncPeers, Peers
 from kvcomm.stateplane import record_name
 from kvcomm.streams import context as contexts
+from kvcomm.streams import sharing
 from kvcomm.streams.archive import Archive
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import StreamContext
+from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
@@ -135,8 +138,8 @@ def test_all_or_nothing_a_missing_block_is_an_answer_that_names_its_rows() -> No
         taker = engine()
         answer = run(cluster.sharing().adopt(taker, "planner", "main"))
         assert isinstance(answer, Missing)
-        assert answer.rows == chain.blocks[lost].rows
-        assert taker.pool.free_count == taker.pool.block_count and taker.loads == taker.fed_rows == 0
+        assert answer.rows == chain.blocks[lost].rows and answer.gone
+        assert taker.pool.free_count == taker.pool.block_count and taker.fed_rows == 0
         taker.pool.check()
 
 
@@ -150,6 +153,50 @@ def test_all_blocks_that_are_missing_are_named() -> None:
     answer = run(cluster.sharing().adopt(engine(), "planner", "main"))
     assert isinstance(answer, Missing)
     assert answer.rows == (*chain.blocks[1].rows, *chain.blocks[3].rows)
+
+
+def test_what_did_not_answer_is_not_called_gone() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker)
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    cluster.tier.silent = True
+    answer = run(cluster.sharing().adopt(taker, "planner", "main"))
+    assert isinstance(answer, Missing) and not answer.gone
+    assert answer.rows == tuple(session.view.rows)
+    cluster.tier.silent = False
+    assert isinstance(run(cluster.sharing().adopt(taker, "planner", "main")), Session)
+
+
+def test_large_contexts_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is all that is held twice; what arrived before a miss is not fetched again."""
+    monkeypatch.setattr(sharing, "PART_BYTES", 2 * NAMESPACE.block_bytes)
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker, rows=12)
+    block_count = len(session.table)
+    assert block_count >= 5
+    put, most = cluster.tier.put, []
+
+    def counted(copies: Any) -> Any:
+        most.append(len(copies))
+        return put(copies)
+
+    cluster.tier.put = counted  # type: ignore[method-assign]
+    shared = run(cluster.sharing().publish(session, maker, "planner", "main"))
+    assert shared.published.stored == block_count and max(most) == 2
+    last = chain_of(NAMESPACE, session.tokens, session.events).blocks[-1].key
+    copy = cluster.tier.held.pop(last)
+    assert isinstance(run(cluster.sharing().adopt(taker, "planner", "main")), Missing)
+    assert taker.pool.free_count == taker.pool.block_count
+    cluster.tier.held[last] = copy
+    fetched = cluster.tier.fetched
+    other = adopted(cluster, taker)
+    assert cluster.tier.fetched - fetched == 1
+    assert taker.generate(other, 9) == maker.generate(session, 9)
+
+
+def test_a_session_of_another_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="another engine"):
+        run(Cluster().sharing().publish(compacted(engine()), engine(), "planner", "main"))
 
 
 def test_damaged_bytes_are_not_loaded() -> None:
@@ -432,6 +479,59 @@ def test_cutting_while_others_read_does_not_pull_blocks_from_under_a_transfer() 
     cluster.records.record_get = cut_meanwhile  # type: ignore[method-assign, assignment]
     assert run(steps).complete
     assert {key: cluster.tier.held[key][256:] for key in was} == was
+
+
+@pytest.mark.parametrize("message_count", range(6))
+def test_a_conversation_goes_on_with_its_turns_and_fillers(message_count: int) -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    markup = Markup(frozenset({99}), separator=(98,), filler=0)
+    session = maker.session()
+    recorder, talk = Recorder(session, "r"), Conversation(session, markup)
+    say(maker, talk, recorder, [[number + 1, 7, 99, 98] for number in range(message_count)], [50, 51])
+    if session.turns:
+        session.evict([session.turns[0]], reason="turns")
+    sharing = cluster.sharing()
+    run(sharing.publish(session, maker, "planner", "main", recorder=recorder))
+    context = run(sharing.head("planner", "main"))
+    other = run(sharing.adopt(taker, "planner", "main", context=context))
+    assert isinstance(other, Session)
+    again = Conversation.resumed(other, markup, filler_rows=context.filler_rows)
+    heard = Recorder(other, "r")
+    heard.filler_rows, heard.repeated_rows = context.filler_rows, context.repeated_rows
+    for engine_of, conversation, notes in ((maker, talk, recorder), (taker, again, heard)):
+        say(engine_of, conversation, notes, [], [52], end=99)
+        say(engine_of, conversation, notes, [[9, 9, 9, 99, 98], [8, 99, 98]], [50], end=99)
+        say(engine_of, conversation, notes, [[9, 99, 98]], [])
+    assert (other.tokens, other.turns, other.protected) == (session.tokens, session.turns, session.protected)
+    assert heard.text() == recorder.text() and again.filler_rows == talk.filler_rows
+    assert again.message_count == talk.message_count
+
+
+def say(
+    maker: ByteEngine,
+    talk: Conversation,
+    recorder: Recorder,
+    messages: list[list[int]],
+    prefix: list[int],
+    end: int | None = None,
+) -> None:
+    """Messages of others and the beginning of an answer; with ``end``, the rest of one, and its end."""
+    session = talk.session
+
+    def feed(tokens: Sequence[int], filler: Sequence[int]) -> None:
+        if tokens:
+            maker.feed([(session, tokens)])
+            recorder.filler_at([session.next_row - len(tokens) + at for at in filler])
+            talk.scan()
+
+    if messages or end is None:
+        chunk = talk.admit(messages, prefix)
+        feed(chunk.tokens, chunk.filler)
+    else:
+        feed(prefix, ())
+    if end is not None:
+        chunk = talk.finish(end)
+        feed(chunk.tokens, chunk.filler)
 
 
 # -- the clients' faces

@@ -108,6 +108,20 @@ def test_a_step_that_failed_was_none(monkeypatch: pytest.MonkeyPatch):
     as_replayed(engine, session, logits)
 
 
+def test_other_weights_are_computed_with_from_the_next_step_on():
+    engine = engine_of("llama gqa", decode="pages")
+    session = engine.session()
+    engine.feed([(session, drawn(1, 20))])
+    (before,) = steps(engine, [session], 2, 1)
+    assert engine._decode is not None and engine._decode._steps
+    head = engine.model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(-head.weight.detach())  # in another place
+    engine.set_weights(1, [session])
+    assert not engine._decode._steps, "what was recorded reads weights where they were"
+    (after,) = steps(engine, [session], 3, 1)
+    assert not torch.equal(before, after)
+
+
 def test_a_model_that_slides_decodes_over_lanes():
     with pytest.raises(ValueError, match="cannot decode over pages"):
         engine_of("qwen3 sliding", decode="pages")
