@@ -239,7 +239,7 @@ def parsed(buffer: Buffer) -> RolloutRecord:
 
 
 def unpacked(buffer: Buffer) -> RolloutRecord:
-    """The record in the binary form, sound or not: its checksum is only written down.
+    """The record in the binary form, sound or not: then ``RolloutRecord.rollout`` raises.
 
     Raises:
         Refused: of another version.
@@ -265,7 +265,7 @@ def unpacked(buffer: Buffer) -> RolloutRecord:
             samples=_read_samples(reader),
             pending=_read_pending(reader),
             events=[_read_event(reader) for _ in range(reader.count())],
-            checksum=f"{_CHECKSUM.unpack_from(data, reader.end)[0]:016x}",
+            checksum=_sum_of(data),
         )
     except UnicodeDecodeError as error:
         raise Corrupt(f"a rollout's text is not UTF-8: {error}") from error
@@ -322,6 +322,13 @@ class _Reader:
 
     def many(self, shape: struct.Struct) -> Iterator[tuple[int, ...]]:
         return shape.iter_unpack(self.take(self.count() * shape.size))
+
+
+def _sum_of(data: bytes) -> str:
+    """The checksum at the end of ``data``; empty if it is not that of these very bytes, of which some could
+    read the same as others."""
+    body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
+    return f"{checksum:016x}" if checksum == xxh3_64_intdigest(body) else ""
 
 
 def _read_samples(reader: _Reader) -> list[SampleRun]:
