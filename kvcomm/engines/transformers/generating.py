@@ -18,6 +18,7 @@ are done: nothing is computed twice.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,6 +39,8 @@ from kvcomm.streams.policies.port import Policy
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
+
+_log = logging.getLogger(__name__)
 
 Stop = Literal["token", "length", "rows"]
 """Why an answer ended: a stop token; ``max_new_tokens``; the model's length limit (``Session.rows_max``)."""
@@ -130,7 +133,7 @@ class Stream:
         """Under way."""
         self.finished = False
         """The answer's last row has K/V."""
-        self._finishing = self._cut_due = False
+        self._finishing = self._cut_due = self._obstacle_told = False
         self._generator = torch.Generator().manual_seed(seed)
         self._engine = engine
 
@@ -208,7 +211,9 @@ class Stream:
         self._cut_due = self.finished = False
         if self.conversation is None:
             return [token for part in (*prompt.messages, prompt.generation_prefix) for token in part]
-        return [*self.conversation.admit(prompt.messages, prompt.generation_prefix).tokens]
+        chunk = self.conversation.admit(prompt.messages, prompt.generation_prefix)
+        self._tell_obstacle()
+        return [*chunk.tokens]
 
     @property
     def goes_on_uncut(self) -> bool:
@@ -269,6 +274,13 @@ class Stream:
                 self.answer.filler_count = len(chunk.filler)
         self._finishing, self.finished = bool(tokens), not tokens
         return tokens
+
+    def _tell_obstacle(self) -> None:
+        """Once: a policy that never cuts this stream would be taken for one that does."""
+        obstacle = None if self._obstacle_told else self.compactor.obstacle
+        if obstacle is not None:
+            self._obstacle_told = True
+            _log.warning("stream %s runs on full context: %s", self.recorder.name, obstacle)
 
     def withdraw(self) -> None:
         """What was to be fed and was not will not be."""
