@@ -194,6 +194,19 @@ def test_large_contexts_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     assert taker.generate(other, 9) == maker.generate(session, 9)
 
 
+@pytest.mark.parametrize("steps_taken", range(1, 5))
+def test_an_adoption_that_is_given_up_lets_go_of_its_room(steps_taken: int) -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    run(cluster.sharing().publish(compacted(maker), maker, "planner", "main"))
+    steps = cluster.sharing().adopt(taker, "planner", "main")
+    for _ in range(steps_taken):
+        next(steps)
+    assert taker.pool.free_count < taker.pool.block_count, "it had taken room"
+    steps.close()
+    assert taker.pool.free_count == taker.pool.block_count
+    taker.pool.check()
+
+
 def test_a_session_of_another_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="another engine"):
         run(Cluster().sharing().publish(compacted(engine()), engine(), "planner", "main"))
