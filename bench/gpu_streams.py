@@ -47,6 +47,8 @@ from kvcomm.streams.view import View
 if TYPE_CHECKING:
     import torch
 
+    from kvcomm.engines.transformers.replaying import Replayed
+
 SHAPES = {
     "qwen3-1.7b": (2_048, 6_144, 28, 16, 8, 128, 32_768),
     "qwen3-0.6b": (1_024, 3_072, 28, 16, 8, 128, 32_768),
@@ -260,10 +262,8 @@ class Bench:
         """``engine``: logits, float32 ``[samples of all, vocab]``."""
         import torch
 
-        from kvcomm.engines.transformers.replaying import replay
-
         with torch.no_grad():
-            replayed = replay(self.model, rollouts)
+            replayed = self._replayed(rollouts)
             kl = _kl(engine, torch.cat([each.logits for each in replayed])).cpu()
         told = [sample.logprob for rollout in rollouts for sample in rollout.samples]
         x = torch.cat([each.log_probs for each in replayed]).double().cpu() - torch.tensor(told).double()
@@ -275,6 +275,18 @@ class Bench:
             what, len(kl), float((torch.expm1(x) - x).mean()), float(kl.mean()), float(kl.max()),
             float(behind.mean()), float(x.abs().max()),
         )  # fmt: skip
+
+    def _replayed(self, rollouts: Sequence[Rollout]) -> list[Replayed]:
+        from kvcomm.engines.transformers.replaying import FLEX, replay
+
+        if self.options.attention == FLEX:
+            try:
+                return replay(self.model, rollouts)
+            except RuntimeError as error:  # its compiler's are, too
+                self.found.notes.append(f"FlexAttention did not run, dense masks did: {error!s:.300}")
+                self.options.attention = "sdpa"
+                self.model.set_attn_implementation("sdpa")
+        return [replay(self.model, [rollout])[0] for rollout in rollouts]  # masks of [rows, rows]
 
     def _free(self) -> None:
         """What the arms held of the GPU's memory."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import crossover, sections, stream_sections
-from bench.arms import Race
+from bench.arms import Race, Way
 from bench.crossover import CROSSOVER_FILE
 from bench.curves import CURVES_FILE
 from bench.document import RECORDS
@@ -51,10 +51,9 @@ COLOURS = {
     f"{OURS}cuda fetch": "#3d7dff",
     f"{OURS}cuda to a GPU": "#57ab5a",
 }
-ARM_COLOURS = {
+ARM_COLOURS: dict[Way, tuple[str, str]] = {
     "splice": ("#3d7dff", "#6cb6ff"),
     "again": ("#e5534b", "#c69026"),
-    "again, prompt kept": ("#c69026", "#c96198"),
     "never": ("#8b949e", "#8b949e"),
 }
 """Two of a way in one picture."""
@@ -176,14 +175,17 @@ def _of_streams(text: bytes) -> dict[str, str]:
 
 
 def step_lines(race: Race) -> list[Line]:
-    """Milliseconds of a decode step by tokens of text, of every arm."""
-    lines = []
-    for number, run in enumerate(race.runs):
-        rows, step_ms = zip(*stream_sections.steps(run), strict=True)
-        splices = run.arm.way == "splice"
-        colour = ARM_COLOURS[run.arm.way][number % 2]
-        dashed = run.arm.way == "never"
-        lines.append(Line(run.arm.name, list(rows), list(step_ms), colour, splices, dashed))
+    """Milliseconds of a decode step by tokens of text; where the prompt is kept it is as where it is not."""
+    lines: list[Line] = []
+    seen: dict[Way, int] = {}
+    for run in race.runs:
+        way = run.arm.way
+        if way != "again, prompt kept":
+            rows, step_ms = zip(*stream_sections.steps(run), strict=True)
+            colour = ARM_COLOURS[way][seen.get(way, 0) % 2]
+            seen[way] = seen.get(way, 0) + 1
+            bold, dashed = way == "splice", way == "never"
+            lines.append(Line(run.arm.name, list(rows), list(step_ms), colour, bold, dashed))
     return lines
 
 

@@ -22,7 +22,7 @@ import torch
 
 from examples.rollouts.arms import Arm, arms
 from examples.rollouts.grpo import Learned, accumulate, advantages, judged, without_events
-from examples.rollouts.playing import Played, play
+from examples.rollouts.playing import Played, Stage, play
 from examples.rollouts.task import ANSWER_TOKENS_MAX, VOCAB_SIZE, Episode, draw_episodes
 from examples.rollouts.toys import BLOCK_TOKENS, step, toy_model
 from examples.rollouts.voices import Model, Teacher
@@ -95,10 +95,8 @@ class _Training:
         for number in range(settings.steps):
             version = lessons + number
             began = self._clock()
-            played = play(
-                self._engine, voice, self._arm, self._episodes(settings.prompts), self._draw,
-                group=settings.group, weights_version=version,
-            )  # fmt: skip
+            stage = Stage(self._engine, voice, self._arm, self._draw, version)
+            played = play(stage, self._episodes(settings.prompts), settings.group)
             generated = self._clock()
             learned = self._learn(played)
             done = self._clock()
@@ -115,13 +113,13 @@ class _Training:
 
     def _teach(self, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
         """(steps, seconds)."""
-        settings, voice, began = self._settings, Teacher(self._namespace), self._clock()
+        settings, began = self._settings, self._clock()
+        stage = Stage(self._engine, Teacher(self._namespace), self._arm, self._draw)
         recalled: list[float] = []
         while len(recalled) < settings.lessons_max:
             for group in optimizer.param_groups:
                 group["lr"] = settings.lesson_rate * min(1.0, (len(recalled) + 1) / _WARM_STEPS)
-            episodes = self._episodes(settings.lesson_episodes)
-            played = play(self._engine, voice, self._arm, episodes, self._draw)
+            played = play(stage, self._episodes(settings.lesson_episodes))
             rollouts = [rollout for each in played for rollout in each.rollouts]
             learned = accumulate(self._model, rollouts, [1.0] * len(rollouts))
             step(self._model, optimizer)

@@ -28,10 +28,12 @@ class Voice(Protocol):
         """Rows that nobody samples behind."""
         ...
 
-    def answer(
-        self, streams: Sequence[Stream], prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """Admit the prompts and write the answers, which are told; a model does not look at them."""
+    def ask(self, streams: Sequence[Stream], prompts: Sequence[Prompt]) -> None:
+        """Feed a prompt to each."""
+        ...
+
+    def answer(self, streams: Sequence[Stream], right: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Write the answers and finish them.  What would be right is told; a model does not look at it."""
         ...
 
 
@@ -47,10 +49,10 @@ class Model:
     def feed(self, feeds: Sequence[tuple[Session, Sequence[int]]]) -> None:
         self.engine.feed(feeds)
 
-    def answer(
-        self, streams: Sequence[Stream], prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
+    def ask(self, streams: Sequence[Stream], prompts: Sequence[Prompt]) -> None:
         prefill(self.engine, list(zip(streams, prompts, strict=True)))
+
+    def answer(self, streams: Sequence[Stream], right: Sequence[Sequence[int]]) -> list[list[int]]:
         return [each.tokens for each in generate(self.engine, streams, ANSWER_TOKENS_MAX, end=END)]
 
 
@@ -68,17 +70,18 @@ class Teacher:
         for session, tokens in feeds:
             session.commit(session.plan(tokens))
 
-    def answer(
-        self, streams: Sequence[Stream], prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        for stream, prompt, answer in zip(streams, prompts, answers, strict=True):
+    def ask(self, streams: Sequence[Stream], prompts: Sequence[Prompt]) -> None:
+        for stream, prompt in zip(streams, prompts, strict=True):
             self._advance(stream, stream.admit(prompt))
+
+    def answer(self, streams: Sequence[Stream], right: Sequence[Sequence[int]]) -> list[list[int]]:
+        for stream, answer in zip(streams, right, strict=True):
             for place, token in enumerate(answer):
                 stream.recorder.sampled(token, 0.0, stream.sampling)
                 if place + 1 < len(answer):
                     self._advance(stream, [token])
             self._advance(stream, stream.finish(None))
-        return [list(answer) for answer in answers]
+        return [list(answer) for answer in right]
 
     def _advance(self, stream: Stream, tokens: Sequence[int]) -> None:
         stream.cut()

@@ -65,7 +65,7 @@ class Compactor:
     def obstacle(self) -> str | None:
         """Why this policy will never cut this stream, if so: it then runs on full context, which somebody
         should know."""
-        return self.policy.obstacle(self.look("forward")) if isinstance(self.policy, Checked) else None
+        return self.policy.obstacle(self._plain_look("forward")) if isinstance(self.policy, Checked) else None
 
     @property
     def query_rows(self) -> int | None:
@@ -118,15 +118,7 @@ class Compactor:
 
     def look(self, moment: Moment) -> Look:
         """What the policy sees now."""
-        session = self.session
-        seen = Look(
-            session.slot_count,
-            session.protected,
-            session.block_tokens,
-            tuple(session.turns),
-            session.next_row,
-            moment,
-        )
+        session, seen = self.session, self._plain_look(moment)
         if self._scoring is None or self._scorer is None or not self._scoring.due(seen):
             return seen
         scores = self._scorer.scores(session.view.rows)
@@ -135,6 +127,17 @@ class Compactor:
                 "attention scores are 0 or more; the pass that they come from computed no number"
             )
         return replace(seen, scores=scores)
+
+    def _plain_look(self, moment: Moment) -> Look:
+        session = self.session
+        return Look(
+            session.slot_count,
+            session.protected,
+            session.block_tokens,
+            tuple(session.turns),
+            session.next_row,
+            moment,
+        )
 
     def _cut(self, moment: Moment) -> list[Event]:
         events: list[Event] = []

@@ -93,8 +93,10 @@ class BlockPool:
         self._by_key.setdefault(key, {})[block] = None
 
     def find(self, key: BlockKey) -> BlockId | None:
-        """A block with this content, held or free; take it with :meth:`hold`."""
-        return next(iter(self._by_key.get(key, ())), None)
+        """A block with this content; take it with :meth:`hold`.  One that is held already, if there is one:
+        that costs no free block."""
+        same = self._by_key.get(key, {})
+        return next((block for block in same if self._holders[block]), next(iter(same), None))
 
     def key_of(self, block: BlockId) -> BlockKey | None:
         return self._keys.get(block)

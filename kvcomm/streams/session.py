@@ -319,10 +319,7 @@ class Session:
         if problem:
             raise ValueError(problem)
         cut = _merged(ranges)
-        span = NO_SPAN
-        if archive:
-            keys = [self._key_of(block) for block in _divided(self.table, self._places(cut))[1]]
-            span = span_id(self.lineage, self._history.digest(), keys)
+        span = self._span_of(cut) if archive else NO_SPAN
         return self._new(Event("evict", self.next_row, cut, span, reason=reason))
 
     def restore(
@@ -581,9 +578,18 @@ class Session:
 
     def _problem(self, event: Event) -> str | None:
         """Why a recorded event cannot have been one of a session with such blocks."""
-        if event.kind == "evict":
-            return self._cut_problem(event.ranges)
-        return self._border_problem(event.insert_at) if event.kind == "restore" else None
+        if event.kind == "restore":
+            return self._border_problem(event.insert_at)
+        if event.kind != "evict":
+            return None
+        problem = self._cut_problem(event.ranges)
+        if problem or not event.span or event.span == self._span_of(event.ranges):
+            return problem
+        return "a span that is not named by what was cut"
+
+    def _span_of(self, cut: Sequence[SlotRange]) -> SpanId:
+        keys = [self._key_of(block) for block in _divided(self.table, self._places(cut))[1]]
+        return span_id(self.lineage, self._history.digest(), keys)
 
     def _cut_problem(self, ranges: Sequence[tuple[int, int]]) -> str | None:
         last = self.protected
@@ -595,7 +601,7 @@ class Session:
             if not last <= start < end:
                 return f"ranges must ascend, be disjoint and not empty: {list(ranges)}"
             last = end
-        if last > self.full_slots and ranges:
+        if last > self.full_slots:
             return f"slot {last} is behind the full blocks, which end at {self.full_slots}"
         return None
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from examples.rollouts import grpo
 from examples.rollouts.arms import arms
 from examples.rollouts.grpo import accumulate, advantages, judged
-from examples.rollouts.playing import play
+from examples.rollouts.playing import Stage, play
 from examples.rollouts.task import VOCAB_SIZE, draw_episodes
 from examples.rollouts.toys import BLOCK_TOKENS, step, toy_model
 from examples.rollouts.voices import Model
@@ -41,7 +41,7 @@ def rollouts(model: PreTrainedModel) -> list[Rollout]:
     """Four of one prompt, each with a cut."""
     engine = StreamEngine(model, 256, block_tokens=BLOCK_TOKENS)
     episodes = draw_episodes(random.Random(0), 1, 4)
-    played = play(engine, Model(engine), arms(3, 2)[1], episodes, random.Random(1), group=4)
+    played = play(Stage(engine, Model(engine), arms(3, 2)[1], random.Random(1)), episodes, group=4)
     return [rollout for each in played for rollout in each.rollouts]
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the examples train a transformers mo
 
 from examples.rollouts.arms import arms
 from examples.rollouts.grpo import judged, without_events
-from examples.rollouts.playing import Played, play
+from examples.rollouts.playing import Played, Stage, play
 from examples.rollouts.task import VOCAB_SIZE, draw_episodes
 from examples.rollouts.toys import BLOCK_TOKENS, toy_model
 from examples.rollouts.voices import Model, Teacher
@@ -36,7 +36,7 @@ def played(engine: StreamEngine) -> list[list[Played]]:
     """By arm: two episodes of five turns, three times each, with weights of version 7."""
     episodes = draw_episodes(random.Random(0), 2, 5)
     return [
-        play(engine, Model(engine), arm, episodes, random.Random(1), group=3, weights_version=VERSION)
+        play(Stage(engine, Model(engine), arm, random.Random(1), VERSION), episodes, group=3)
         for arm in arms(3, 2)
     ]
 
@@ -49,23 +49,37 @@ def test_siblings_answer_the_same_prompts_differently(played):
         assert [sample.token for sample in first.samples] != [sample.token for sample in second.samples]
 
 
+def test_the_first_prompt_is_computed_once_for_all_siblings(played):
+    for arm in played:
+        for at, each in enumerate(arm):
+            first = each.rollouts[0]
+            fork = [event.at_row for event in first.events if event.kind == "fork"]
+            rows = sum(rollout.row_count for rollout in each.rollouts)
+            if at % 3:
+                assert fork == [first.samples[0].query_row + 1], "right behind the prompt"
+                assert each.rows_fed == rows - fork[0]
+            else:
+                assert not fork
+                assert each.rows_fed == rows
+
+
 def test_every_arm_keeps_what_it_says_it_keeps(played, engine):
     for each in played[FULL]:
-        (rollout,) = each.rollouts
-        assert [event.kind for event in rollout.events] == ["weights"]
-        assert each.rows_again == 0
-        assert each.rows_fed == rollout.row_count == each.slots_most
+        assert kinds(each) == [["weights"]]
+        assert each.slots_most == each.rollouts[0].row_count
     for each in played[CUT]:
-        (rollout,) = each.rollouts
-        assert [event.kind for event in rollout.events] == ["weights", "evict"]
-        assert each.rows_again == 0
-        assert each.slots_most < each.rows_fed == rollout.row_count
+        assert kinds(each) == [["weights", "evict"]]
+        assert each.slots_most < each.rollouts[0].row_count
     for each, cut in zip(played[AGAIN], played[CUT], strict=True):
-        assert [[event.kind for event in rollout.events] for rollout in each.rollouts] == [["weights"]] * 2
-        assert each.rows_again > 0
-        assert each.rows_fed == sum(rollout.row_count for rollout in each.rollouts)
-        assert each.slots_most <= cut.slots_most + BLOCK_TOKENS
+        assert kinds(each) == [["weights"], ["weights"]]
+        assert each.slots_most == cut.slots_most
+    assert [each.rows_again > 0 for arm in played for each in arm] == [False] * 12 + [True] * 6
     assert engine.pool.free_count == engine.pool.block_count, "nobody holds memory when all is over"
+
+
+def kinds(played: Played) -> list[list[str]]:
+    """Of events, by rollout, but for forks."""
+    return [[event.kind for event in each.events if event.kind != "fork"] for each in played.rollouts]
 
 
 def test_an_answer_is_trained_on_once_however_often_it_is_computed(played):
@@ -91,7 +105,7 @@ def test_the_replay_is_the_generation_and_without_the_events_it_is_not(played, e
 def test_a_teacher_writes_the_record_that_the_engine_writes(engine):
     episodes = draw_episodes(random.Random(4), 3, 5)
     for arm in arms(3, 2):
-        for each in play(engine, Teacher(engine.namespace), arm, episodes, random.Random(0)):
+        for each in play(Stage(engine, Teacher(engine.namespace), arm, random.Random(0)), episodes):
             assert all(each.right)
             for rollout in each.rollouts:
                 assert written(engine, rollout) == rollout.events

@@ -6,6 +6,9 @@
 
 ``namespace_of`` is the identity of a loaded model's KV, ``blocks_of`` and ``cache_from`` convert between a
 cache and payloads of layout ``LKHTD`` = [layer, K or V, kv head, token, head dim].
+
+Contexts that are compacted while they are written (``kvcomm.streams``) are computed by ``streaming``, written
+by ``generating`` and run again by ``replaying``, which are imported by name: they need more of torch.
 """
 
 from kvcomm.engines.transformers.cache import blocks_of, cache_from

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,4 +94,9 @@ def as_added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _cache_argument(model: PreTrainedModel) -> str:
     """``past_key_values`` until transformers 5.23, ``cache`` from 5.24 on."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return _cache_argument_of(type(getattr(model, "_orig_mod", model)).forward)  # what torch.compile wraps
+
+
+@functools.cache
+def _cache_argument_of(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

@@ -18,12 +18,14 @@ are done: nothing is computed twice.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from kvcomm.block import BlockKey
 from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
@@ -37,6 +39,8 @@ from kvcomm.streams.policies.port import Policy
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
+
+_log = logging.getLogger(__name__)
 
 Stop = Literal["token", "length", "rows"]
 """Why an answer ended: a stop token; ``max_new_tokens``; the model's length limit (``Session.rows_max``)."""
@@ -129,7 +133,7 @@ class Stream:
         """Under way."""
         self.finished = False
         """The answer's last row has K/V."""
-        self._finishing = self._cut_due = False
+        self._finishing = self._cut_due = self._obstacle_told = False
         self._generator = torch.Generator().manual_seed(seed)
         self._engine = engine
 
@@ -207,7 +211,9 @@ class Stream:
         self._cut_due = self.finished = False
         if self.conversation is None:
             return [token for part in (*prompt.messages, prompt.generation_prefix) for token in part]
-        return [*self.conversation.admit(prompt.messages, prompt.generation_prefix).tokens]
+        chunk = self.conversation.admit(prompt.messages, prompt.generation_prefix)
+        self._tell_obstacle()
+        return [*chunk.tokens]
 
     @property
     def goes_on_uncut(self) -> bool:
@@ -222,9 +228,17 @@ class Stream:
         if self.answer is None:
             self.answer, self.finished = Answer(), False
 
+    def first_key(self, tokens: list[int]) -> BlockKey | None:
+        """Of the block that begins ``tokens``, if it can be taken up from another stream."""
+        size = self.session.block_tokens
+        # Of rows that are taken up nobody sees what they attend.
+        if self.compactor.query_rows is not None or self.session.slot_count % size or len(tokens) <= size:
+            return None
+        return self.session.next_keys(tokens[:size])[0]
+
     def adopt(self, tokens: list[int]) -> list[int]:
         """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
-        if self.compactor.query_rows is not None:  # nobody would see what they attend
+        if self.first_key(tokens) is None:
             return tokens
         count = self.session.adopt_prefix(tokens)
         self._read()
@@ -261,6 +275,13 @@ class Stream:
         self._finishing, self.finished = bool(tokens), not tokens
         return tokens
 
+    def _tell_obstacle(self) -> None:
+        """Once: a policy that never cuts this stream would be taken for one that does."""
+        obstacle = None if self._obstacle_told else self.compactor.obstacle
+        if obstacle is not None:
+            self._obstacle_told = True
+            _log.warning("stream %s runs on full context: %s", self.recorder.name, obstacle)
+
     def withdraw(self) -> None:
         """What was to be fed and was not will not be."""
         self._finishing = False
@@ -282,7 +303,8 @@ def prefill(
     chunk_rows: int = PREFILL_ROWS,
 ) -> None:
     """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
-    has already, of siblings with the same past, is taken up and not computed.
+    has already, of siblings with the same past, is taken up and not computed; of siblings that begin here
+    together, the first one computes what all have in common.
 
     Args:
         chunk_rows: most rows of a stream in one pass.
@@ -296,19 +318,30 @@ def prefill(
     if chunk_rows < 1:
         raise ValueError("chunk_rows must be at least 1")
     batch = _Batch(engine, [stream for stream, _ in prompts])
+    unfed: dict[Stream, list[int]] = {}
+    starts: dict[Stream, BlockKey | None] = {}
     try:
-        rest: dict[Stream, list[int]] = {}
         for stream, prompt in prompts:
             batch.bring_in(stream)
-            rest[stream] = stream.adopt(stream.admit(prompt))
-        while rest:
-            for stream in batch.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
-                rest[stream] = rest[stream][chunk_rows:]
-            rest = {stream: tokens for stream, tokens in rest.items() if tokens}
+            unfed[stream] = stream.admit(prompt)
+            starts[stream] = stream.first_key(unfed[stream])
+        while unfed:
+            leaders = _first_of_each(unfed, starts)
+            for stream in leaders:
+                batch.bring_in(stream)
+            batch.feed_all({stream: stream.adopt(unfed.pop(stream)) for stream in leaders}, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
             stream.withdraw()
         raise
+
+
+def _first_of_each(streams: Iterable[Stream], starts: Mapping[Stream, BlockKey | None]) -> list[Stream]:
+    """Those whose first block nobody before them computes."""
+    by_start: dict[BlockKey | Stream, Stream] = {}
+    for stream in streams:
+        by_start.setdefault(starts[stream] or stream, stream)
+    return [*by_start.values()]
 
 
 def generate(
@@ -459,6 +492,13 @@ class _Batch:
                 self._make_room([running.pop()])  # or it holds nothing yet, and only waits
             else:
                 return running
+
+    def feed_all(self, rest: dict[Stream, list[int]], chunk_rows: int) -> None:
+        """All tokens of each, so many rows in one pass at most."""
+        while rest:
+            for stream in self.feed({stream: tokens[:chunk_rows] for stream, tokens in rest.items()}):
+                rest[stream] = rest[stream][chunk_rows:]
+            rest = {stream: tokens for stream, tokens in rest.items() if tokens}
 
     def bring_in(self, stream: Stream) -> None:
         """Raises ``PoolFull`` if others must not give way."""

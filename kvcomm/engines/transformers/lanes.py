@@ -147,10 +147,10 @@ class Lanes:
         seat.pass_number = self._pass_number
         if count and seat.holds(session):
             return
-        self.states[:, :, lane].zero_()  # what is not attended still has to be a number
-        blocks = torch.tensor(session.table, dtype=torch.int64, device=self.states.device)
-        for layer in range(self.states.shape[0] if count else 0):
-            self.states[layer, :, lane, :, :count] = self._paged.read(layer, blocks)[:, :, :count]
+        self.states[:, :, lane, :, count:].zero_()  # what is not attended still has to be a number
+        if count:
+            blocks = torch.tensor(session.table, dtype=torch.int64, device=self.states.device)
+            self._paged.read(blocks, count, self.states[:, :, lane])
         self.rows[lane, :count] = torch.tensor(session.view.rows, dtype=torch.int64)
         seat.filled(session)
         self.gathered_count += bool(count)

@@ -39,10 +39,20 @@ class PagedKV:
         """
         self.states[:, :, blocks, :, offsets] = rows
 
-    def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """``[K or V, kv head, token, head dim]`` of one layer of ``blocks`` (int64) after each other."""
-        taken = self.states[layer].index_select(1, blocks)  # [K or V, block, kv head, token, head dim]
-        return taken.transpose(1, 2).flatten(2, 3)
+    def read(self, blocks: torch.Tensor, slot_count: int, target: torch.Tensor) -> None:
+        """The first ``slot_count`` rows of ``blocks`` (int64), after each other.
+
+        Args:
+            target: ``[layer, K or V, kv head, place, head dim]``, written from place 0 on.
+        """
+        size = self.namespace.block_tokens
+        full = slot_count // size
+        for layer, places in zip(self.states, target, strict=True):  # all at once would need a second copy
+            taken = layer.index_select(1, blocks)  # [K or V, block, kv head, token, head dim]
+            whole = places[:, :, : full * size].unflatten(2, (full, size))
+            whole.copy_(taken[:, :full].transpose(1, 2))
+            if slot_count % size:
+                places[:, :, full * size : slot_count] = taken[:, full, :, : slot_count % size]
 
     def copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
         for before, after in zip(source, target, strict=True):

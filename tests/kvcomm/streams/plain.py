@@ -26,6 +26,7 @@ class PlainEngine:
     Args:
         namespace: of an engine whose spans it shall know.
         kv_dtype: what K/V are rounded to.
+        bits: of an element of a full block of 16 rows; 0 = as computed.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class PlainEngine:
         namespace: Namespace | None = None,
         *,
         kv_dtype: torch.dtype | None = None,
+        bits: int = 0,
     ) -> None:
-        self.model, self.kv_dtype = model, kv_dtype
+        self.model, self.kv_dtype, self.bits = model, kv_dtype, bits
         self.namespace = namespace or complete(vocab_size=model.config.vocab_size)
         self.pool = BlockPool(1000)
         self._rows: dict[Session, Layers] = {}
@@ -77,7 +79,21 @@ class PlainEngine:
             )
         ]
         session.commit(plan)
+        for slot in range(plan.first_slot // 16 * 16, session.full_slots if self.bits else 0, 16):
+            self._quantise(session, torch.tensor(list(session.view.rows[slot : slot + 16])))
         return logits[0, -1].float()
+
+    def _quantise(self, session: Session, rows: torch.Tensor) -> None:
+        """The block of those rows, after KIVI: keys by channel, values by row."""
+        for keys, values in self._rows[session]:
+            keys[:, :, rows] = _rounded(keys[:, :, rows], 2, self.bits)
+            values[:, :, rows] = _rounded(values[:, :, rows], 3, self.bits)
+
+
+def _rounded(states: torch.Tensor, axis: int, bits: int) -> torch.Tensor:
+    least, most = states.amin(axis, keepdim=True), states.amax(axis, keepdim=True)
+    step = (most - least).clamp_min(1e-8) / (2**bits - 1)
+    return ((states - least) / step).round() * step + least
 
 
 class RoundedCache(DynamicCache):

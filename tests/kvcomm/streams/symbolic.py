@@ -48,6 +48,13 @@ class SymbolicEngine:
         session.commit(feed)
         self.feeds.append(len(feed.tokens))
 
+    def adopt(self, parent: Session, child: Session) -> None:
+        """Copy the partial block of a session that was forked."""
+        size = self.namespace.block_tokens
+        for slot in range(child.full_slots, child.slot_count):
+            at = self._memory[parent.table[slot // size], slot % size]
+            self._memory[child.table[slot // size], slot % size] = at
+
     def kv(self, session: Session) -> list[bytes]:
         """By slot."""
         size = self.namespace.block_tokens

@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from kvcomm.errors import ConfigError
 from kvcomm.streams.compactor import Compactor
+from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import SlotRange
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.heavy_hitter import HeavyHitter
 from kvcomm.streams.policies.port import Look
 from kvcomm.streams.policies.random_blocks import RandomBlocks
 from kvcomm.streams.policies.restarts import Reprefill
+from kvcomm.streams.policies.snap import Snap
 from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.policies.window import WindowFifo
 from kvcomm.streams.session import Session
 from kvcomm.streams.view import visibility
-from tests.kvcomm.streams.symbolic import SymbolicEngine, cuts, prefilled
+from tests.kvcomm.streams.symbolic import END, SymbolicEngine, cuts, prefilled
 
 
 @dataclass
@@ -395,3 +397,57 @@ def test_whatever_is_fed_the_view_is_bounded_and_the_survivors_are_as_they_were(
     session.check()
     if not session.events:
         assert engine.kv(session) == prefilled(session.tokens, session.view.rows)
+
+
+ANY_POLICY = [
+    Full(),
+    WindowFifo(32, 8),
+    RandomBlocks(32, 8, recent=4, seed=1),
+    HeavyHitter(32, 8, recent=4, decay=0.9),
+    Snap(32, 8, observed=4, pool=3),
+    WholeTurns(3, 2),
+    WholeTurns(1, 1),
+]
+
+
+@pytest.mark.slow
+@given(
+    policy=st.sampled_from(ANY_POLICY),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["feed", "end", "restore", "fork", "admit"]), st.integers(1, 20)),
+        max_size=40,
+    ),
+)
+def test_any_policy_on_any_history_cuts_what_it_may_and_comes_to_an_end(policy, steps):
+    """Also behind restores, which bring back what may be cut at once again."""
+    engine, session = stream(0, block_tokens=4)
+    compactor = Compactor(session, policy, archive=True)
+    conversation = Conversation(session, Markup(frozenset({END})))
+    for kind, number in steps:
+        if kind in ("feed", "end"):
+            engine.feed(session, [*[500] * number, *([END] if kind == "end" else [])])
+            conversation.scan()
+            if compactor.query_rows is not None:
+                mass = [((row * 7 + number) % 11) / 10 for row in session.view.rows]
+                compactor.observe(mass, number + (kind == "end"))
+            compactor.after_forward()
+        elif kind == "admit":
+            compactor.at_admission()
+        elif kind == "restore" and session.archive and session.full_slots >= session.protected:
+            spans = sorted(session.archive)
+            session.restore(spans[number % len(spans)])
+        elif kind == "fork":
+            child = session.fork(bytes(32))
+            engine.adopt(session, child)
+            compactor, conversation = compactor.forked(child), conversation.forked(child)
+            session.close()
+            session = child
+        session.check()
+        engine.pool.check()
+    found = visibility(session.next_row, session.events)
+    for row in range(session.next_row):
+        assert {key for key in range(row + 1) if found.sees(row, key)} == engine.seen[row]
+    for event in session.events:
+        assert event.reason in (policy.name, "restore", "fork")
+    session.close()
+    assert engine.pool.free_count == engine.pool.block_count

@@ -26,7 +26,7 @@ from kvcomm.errors import Corrupt
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange
 from kvcomm.streams.mismatch import EXACT, ROUNDED, Mismatch, exact_kl, mismatch
 from kvcomm.streams.model_rules import NotCompactable
-from kvcomm.streams.replay import Keeping, Unreplayable, pack, policy_loss, segments
+from kvcomm.streams.replay import BITS_MIN, Keeping, Unreplayable, pack, policy_loss, segments
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.rollout_file import read_rollouts, write_rollouts
 from tests.kvcomm.streams import faults
@@ -190,6 +190,8 @@ class TestReplayIsGeneration:
                 report = judged(writer, replayed(model, writer.rollout, path))
                 assert report.beyond(ROUNDED) == [], str(report)
                 assert report.k3.mean > EXACT.mean, "bf16 is not fp32: a limit that cannot fail"
+            blind = mismatch([replayed(model, faults.lost(writer.rollout))])
+            assert blind.beyond(ROUNDED), "the alarm sees that events were lost"
 
     @pytest.mark.parametrize("path", PATHS)
     def test_gate_g07_the_difference_does_not_grow_with_the_number_of_cuts(self, path: Path) -> None:
@@ -632,6 +634,15 @@ class TestModels:
             assert floor < 1e-6
         careless = judged(writer, replayed(model, writer.rollout)).k3.mean
         assert careless > 10 * floor
+
+    def test_a_replay_of_blocks_that_were_quantised_alive_is_as_far_off_as_the_limit_says(self) -> None:
+        """Rows that were fed before a block filled saw it as computed, those after it as stored."""
+        model, script = model_of("qwen3"), with_settings(windowed, count=120)
+        gaps = {}
+        for bits in (BITS_MIN, 4):
+            writer = written(PlainEngine(model, bits=bits), {"one": script})["one"]
+            gaps[bits] = kl_behind(writer, replayed(model, writer.rollout).logits, 0)
+        assert 1e-7 < gaps[BITS_MIN] < ROUNDED.mean < 10 * ROUNDED.mean < gaps[4]
 
     def test_edge_27_no_row_is_without_anything_to_attend(self) -> None:
         for writer in told_of("qwen3 sliding").values():

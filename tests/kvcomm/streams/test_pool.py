@@ -63,6 +63,10 @@ def test_one_content_may_stand_in_several_blocks() -> None:
     for block in (first, second):
         pool.name(block, KEYS[0])
     pool.release([first])
+    assert pool.find(KEYS[0]) == second, "the one that is held"
+    pool.release([second])
+    assert pool.find(KEYS[0]) == first
+    pool.hold([second])
     pool.take(2)
     assert pool.find(KEYS[0]) == second
     assert (pool.key_of(first), pool.key_of(second)) == (None, KEYS[0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcomm.block import block_keys
 from kvcomm.errors import Corrupt, PoolFull, Refused, TokenError
-from kvcomm.streams.events import Event, Run, SlotRange
+from kvcomm.streams.events import Event, Run, SlotRange, SpanId
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Session, Turn
 from kvcomm.streams.view import visibility, weights_runs
@@ -636,6 +636,14 @@ def test_a_log_of_other_blocks_is_refused() -> None:
         )
     with pytest.raises(Refused):
         Session.recovered(engine.pool, engine.namespace, session.tokens, session.events, rows_max=11)
+
+
+def test_a_log_whose_span_has_another_name_is_refused() -> None:
+    engine, session = started(12)
+    forged = session.view.stamped(Event("evict", 12, (SlotRange(4, 8),), SpanId(b"s" * 32)))
+    visibility(12, [forged])
+    with pytest.raises(Corrupt, match="not named by what was cut"):
+        Session.recovered(engine.pool, engine.namespace, session.tokens, [forged], rows_max=100)
 
 
 def test_edge_13_memory_goes_and_comes_back() -> None:

@@ -47,6 +47,8 @@ class Stories(RuleBasedStateMachine):
         """Bytes that were moved away."""
         self.contents: dict[BlockKey, tuple[bytes, ...]] = {}
         """Of every key that there ever was."""
+        self.pinned: list[BlockId] = []
+        """By transfers under way."""
         self.forks = 0
 
     def some(self, which: int) -> Told:
@@ -243,6 +245,19 @@ class Stories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.told)
     @rule(which=which_st)
+    def begin_transfer(self, which: int) -> None:
+        session = self.some(which).session
+        full = session.table[: session.full_slots // BLOCK_TOKENS]
+        self.engine.pool.hold(full)
+        self.pinned += full
+
+    @rule()
+    def end_transfers(self) -> None:
+        self.engine.pool.release(self.pinned)
+        self.pinned = []
+
+    @precondition(lambda self: self.told)
+    @rule(which=which_st)
     def end(self, which: int) -> None:
         self.drop(self.some(which))
 
@@ -262,7 +277,7 @@ class Stories(RuleBasedStateMachine):
     @invariant()
     def the_books_are_in_order(self) -> None:
         self.engine.pool.check()
-        held: Counter[BlockId] = Counter()
+        held: Counter[BlockId] = Counter(self.pinned)
         for told in self.told:
             told.session.check()
             assert told.session.events == told.journal
@@ -276,6 +291,7 @@ class Stories(RuleBasedStateMachine):
     def teardown(self) -> None:
         for told in self.told[:]:
             self.drop(told)
+        self.end_transfers()
         assert self.engine.pool.free_count == BLOCK_COUNT
         super().teardown()
 

@@ -381,6 +381,58 @@ def test_siblings_take_up_the_blocks_of_a_prompt_that_is_computed_already():
     assert_exact(engine, one.rollout(), two.rollout())
 
 
+@pytest.mark.parametrize("policy", [WINDOW, HeavyHitter(64, 32, recent=16)], ids=["window", "attention"])
+def test_of_siblings_in_one_batch_the_first_computes_what_all_have_in_common(policy: Policy):
+    engine = engine_of("qwen3")
+    streams = [Stream(engine, f"{n}", policy=policy, seed=n) for n in range(4)]
+    own = [drawn(9, 40 + n) if n < 3 else drawn(8, 40) for n in range(4)]
+    fed = rows_fed(engine)
+    prefill(engine, [(stream, Prompt([mine])) for stream, mine in zip(streams, own, strict=True)])
+    computed = rows_fed(engine) - fed
+    assert computed == (40 + 9 + 10 + 40 if policy is WINDOW else 40 + 41 + 42 + 40)
+    generate(engine, streams, 40, stop=())
+    assert_exact(engine, *(stream.rollout() for stream in streams))
+
+
+def rows_fed(engine: StreamEngine) -> int:
+    return int(engine.counts.metrics.snapshot()['kvcomm_streams_rows_total{what="fed"}'])
+
+
+def test_a_pass_that_fails_in_the_middle_of_answers_costs_no_token():
+    def written(fails_at: int) -> list[list[int]]:
+        engine = engine_of("llama gqa")
+        streams = [Stream(engine, f"{n}", policy=WINDOW, markup=CHAT, seed=n) for n in range(2)]
+        passes = iter(range(10_000))
+
+        def fail(*_: object) -> None:
+            if next(passes) == fails_at:
+                raise RuntimeError("out of memory")
+
+        hook = engine.model.model.layers[1].register_forward_pre_hook(fail)
+        prompts = [(stream, Prompt([message(n, 30)], [7, 8])) for n, stream in enumerate(streams)]
+        try:
+            prefill(engine, prompts)
+            answers = generate(engine, streams, 45, stop=())
+        except RuntimeError:
+            answers = generate(engine, streams, 45, stop=())
+        hook.remove()
+        assert_exact(engine, *(stream.rollout() for stream in streams))
+        return [answer.tokens for answer in answers]
+
+    expected = written(-1)
+    assert written(7) == written(45) == expected  # while they write, and while they finish
+
+
+def test_steps_over_pages_write_what_steps_over_lanes_write():
+    model, answers = stream_model("qwen3"), []
+    for decode in ("lanes", "pages"):
+        engine = StreamEngine(model, 64, decode=decode)
+        streams = [Stream(engine, f"{n}", policy=WindowFifo(48 + 16 * n, 32), seed=n) for n in range(3)]
+        prefill(engine, [(stream, plain(n, 20 + 9 * n)) for n, stream in enumerate(streams)])
+        answers.append([answer.tokens for answer in generate(engine, streams, 50, stop=())])
+    assert answers[0] == answers[1]
+
+
 def test_siblings_take_up_filler_as_filler():
     engine = engine_of()
     prompt = Prompt([message(1, 21), message(2, 30)], [7, 8])

@@ -13,6 +13,7 @@ from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import ConfigError, PoolFull
 from kvcomm.streams.policies.restarts import Reprefill, Summary
 from kvcomm.streams.policies.turns import WholeTurns
+from kvcomm.streams.policies.window import WindowFifo
 from kvcomm.streams.rollout import Sampling
 from kvcomm.streams.session import Session
 from tests.kvcomm.engines.transformers.test_generating import (
@@ -125,6 +126,17 @@ def test_edge_15_siblings_share_the_prompt_and_part_where_they_draw():
     assert all(not each.loss for rollout in rollouts for each in rollout.samples[:shared])
     assert all(each.loss for rollout in rollouts for each in rollout.samples[shared:])
     assert len(set.intersection(*({*stream.session.table} for stream in siblings))) >= 3
+
+
+def test_edge_03_a_stream_that_is_never_cut_says_so_once(caplog: pytest.LogCaptureFixture):
+    engine = engine_of()
+    stream = begun(engine, policy=WindowFifo(31, 16))
+    answered(engine, stream, Prompt([message(5, 9)], PREFIX), 30, end=END)
+    assert [record.getMessage() for record in caplog.records] == [
+        "stream talk runs on full context: 32 slots are protected (the first message, in whole blocks), more "
+        "than window 31: nothing is ever cut; enlarge the window or shorten the first message"
+    ]
+    assert not stream.session.events
 
 
 def test_an_answer_under_way_is_not_forked():

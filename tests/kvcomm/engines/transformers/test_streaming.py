@@ -24,6 +24,7 @@ from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Sampling
 from kvcomm.streams.session import Session
 from kvcomm.streams.view import visibility
+from tests.kvcomm.engines.transformers.test_families import SHARED
 from tests.models import STREAM_MODEL_KINDS, VOCAB_SIZE, StreamModelKind, stream_model
 
 CLOSE = 1e-4
@@ -343,6 +344,30 @@ def test_edge_10_a_window_without_layer_types_is_every_layers():
     expected = replayed(engine.model, session)
     for row, logits in found:
         torch.testing.assert_close(logits, expected[row], atol=CLOSE, rtol=0)
+
+
+EXACT_FAMILIES = {name: make for name, make in SHARED.items() if name != "no rotation"}
+
+
+@pytest.mark.parametrize("make", EXACT_FAMILIES.values(), ids=EXACT_FAMILIES)
+def test_edge_10_other_families_are_cut_exactly(make):
+    engine = StreamEngine(make(), 64)
+    session, draw = engine.session(), random.Random(1)
+    found = []
+    for count in (70, 1, 20, 1):
+        (logits,) = engine.feed([(session, [draw.randrange(4, 250) for _ in range(count)])])
+        found.append((session.next_row - 1, logits))
+        session.evict([(16, 32)])
+    own = engine.model(torch.tensor([session.tokens[:70]])).logits[0, -1]
+    torch.testing.assert_close(found[0][1], own, atol=CLOSE, rtol=0)
+    expected = replayed(engine.model, session)
+    for row, logits in found:
+        torch.testing.assert_close(logits, expected[row], atol=CLOSE, rtol=0)
+
+
+def test_distances_that_count_slots_are_refused():
+    with pytest.raises(NotCompactable, match="count slots"):
+        StreamEngine(SHARED["no rotation"](), 8)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
