@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
+from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian, token_array
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
@@ -213,7 +213,8 @@ class StreamContext:
 
         Raises:
             NamespaceError: the context is of another namespace.
-            Corrupt: view, keys, lineage or archived spans do not follow from tokens and events.
+            Corrupt: view, keys, lineage or archived spans do not follow from tokens and events, or a token is
+                none of the namespace's.
         """
         if (namespace.id, namespace.block_tokens) != (self.namespace, self.block_tokens):
             raise NamespaceError(
@@ -222,6 +223,7 @@ class StreamContext:
             )
         try:
             chain = chain_of(namespace, self.tokens, self.events)
+            token_array([] if self.pending is None else [self.pending], namespace.vocab_size)
         except TokenError as error:
             raise Corrupt(f"the stream holds a token that its namespace does not have: {error}") from error
         archived = [chain.archived.get(each.span, ()) for each in self.archived]
@@ -415,7 +417,11 @@ class _Reader:
 def newest(contexts: Sequence[StreamContext]) -> StreamContext | None:
     """Of siblings that writers left: the one that extends all others.  ``None`` where they went different
     ways."""
-    longest = max(contexts, key=lambda each: (each.row_count, len(each.events)), default=None)
+    longest = max(
+        contexts,
+        key=lambda each: (each.row_count, len(each.events), each.pending is not None),
+        default=None,
+    )
     if longest is None or not all(longest.extends(each) for each in contexts):
         return None
     return longest
