@@ -29,7 +29,7 @@ from kvcomm.block import BlockKey
 from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import PoolFull
+from kvcomm.errors import ConfigError, PoolFull
 from kvcomm.streams.archive import Repeated
 from kvcomm.streams.compactor import Compactor
 from kvcomm.streams.context import StreamContext
@@ -37,6 +37,7 @@ from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
@@ -95,7 +96,7 @@ class Stream:
         journal: of the new session.
 
     Raises:
-        ConfigError: the policy does not fit the engine's blocks.
+        ConfigError: the policy does not fit the engine's blocks, or needs a markup.
     """
 
     def __init__(
@@ -114,6 +115,10 @@ class Stream:
         journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
+        if isinstance(policy, WholeTurns) and markup is None and not self.session.turns:
+            raise ConfigError(
+                "a policy of whole turns never cuts a stream that knows of none: give it a markup"
+            )
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
@@ -191,14 +196,9 @@ class Stream:
             ValueError: an answer is under way.
         """
         self._require_no_answer()
-        policy, archive = self.compactor.policy, self.compactor.archive
-        other = Stream(
-            self._engine,
-            name,
-            policy=policy,
-            sampling=self.sampling,
-            session=conversation.session,
-            archive=archive,
+        other = Stream(self._engine, name, sampling=self.sampling, session=conversation.session)
+        other.compactor = Compactor(
+            conversation.session, self.compactor.policy, archive=self.compactor.archive
         )
         other.conversation, other._generator = conversation, self._generator
         other.recorder.filler_rows += conversation.filler_rows
