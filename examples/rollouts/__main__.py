@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from examples.rollouts import pictures, recall, training
+from examples.rollouts import pictures, recall, tables, training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,10 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines, picture = (options.out / f"{options.experiment}.{suffix}" for suffix in ("jsonl", "png"))
     if options.experiment == "train":
         trained = training.train(replace(training.QUICK if options.quick else training.Settings(), **changes))
-        pictures.draw_training(_kept(trained, lines), picture)
+        records = _kept(trained, lines)
+        pictures.draw_training(records, picture)
+        print(tables.training_table(records))
     else:
         asked = recall.measure(replace(recall.QUICK if options.quick else recall.Settings(), **changes))
-        pictures.draw_recall(_kept(asked, lines), picture)
+        records = _kept(asked, lines)
+        pictures.draw_recall(records, picture)
+        print(tables.recall_table(records))
     print(f"{lines} and {picture}")
     return 0
 
@@ -40,11 +44,16 @@ def _kept(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, Any]]
     found = []
     with path.open("w") as lines:
         for record in records:
+            record = {name: _rounded(value) for name, value in record.items()}
             found.append(record)
             lines.write(json.dumps(record) + "\n")
             lines.flush()
             print(_line(record), flush=True)
     return found
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 _SHOWN = {
