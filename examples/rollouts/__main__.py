@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {"seed": options.seed} | ({} if options.steps is None else {"steps": options.steps})
     lines, picture = (options.out / f"{options.experiment}.{suffix}" for suffix in ("jsonl", "png"))
     if options.experiment == "train":
+        if options.lessons is not None:
+            changes["lessons_max"] = options.lessons
         trained = training.train(replace(training.QUICK if options.quick else training.Settings(), **changes))
         records = _kept(trained, lines)
         pictures.draw_training(records, picture)
@@ -87,6 +89,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("experiment", choices=("train", "recall"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--steps", type=int, metavar="N", help="of training: an arm's, or a condition's")
+    parser.add_argument("--lessons", type=int, metavar="N", help="of teaching before, at most; 0 = none")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="small: does it run at all?")
     return parser.parse_args(arguments)
