@@ -81,7 +81,7 @@ def _draw_mismatch(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
     panel.set_title("Mismatch: replay against generation")
     panel.set_xlabel("training step")
     panel.set_ylabel("KL estimate k3, mean of sampled tokens (nats)")
-    panel.legend(loc="center right", frameon=False)
+    panel.legend(loc="lower right", bbox_to_anchor=(1, 0.2), frameon=False)
 
 
 def _draw_rows(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
