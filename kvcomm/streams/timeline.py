@@ -160,11 +160,15 @@ def _happened(view: View, event: Event, index: int) -> Happening:
 
 
 def _kinds(record: RolloutRecord) -> bytearray:
-    """By row; what a damaged record says of rows that are not there is left out."""
+    """By row; what a damaged record says of rows that are not there is left out, and of rows again, so that it
+    costs each row once."""
     kinds = bytearray(len(record.tokens))
     sampled = [RowRun(run.first_row + 1, len(run.logprobs)) for run in record.samples]
     for runs, kind in ((sampled, SAMPLED), (record.filler_rows, FILLER), (record.repeated_rows, REPEATED)):
+        done = 0
         for first, count in runs:
-            end = min(first + count, len(kinds))
-            kinds[first:end] = bytes([kind]) * max(end - first, 0)
+            start, end = max(first, done), min(first + count, len(kinds))
+            if start < end:
+                kinds[start:end] = bytes([kind]) * (end - start)
+                done = end
     return kinds

@@ -260,6 +260,28 @@ def test_rows_that_a_run_claims_are_not_made_before_they_are_known_to_be_there()
         codec.from_json(text(found))
 
 
+@pytest.mark.parametrize("runs", [[[0, 4]] * 3, [[2, 2], [0, 1]], [[0, 2], [1, 2]]], ids=str)
+@pytest.mark.parametrize("which", ["filler_rows", "repeated_rows"])
+def test_rows_that_runs_claim_twice_are_not_made(which: str, runs: list[list[int]]):
+    """Each is within the rollout, and eight bytes of it again are four million rows more."""
+    found = tree(Rollout.sealed("x", bytes(32), 4, [1, 2, 3, 4], (), ()))
+    found["rollout"][which] = runs
+    record = codec.parsed(text(found))
+    with pytest.raises(Corrupt, match="do not ascend"):
+        record._rows(getattr(record, which))
+    found["rollout"]["checksum"] = codec._checksum(record)
+    with pytest.raises(Corrupt, match="do not ascend"):
+        codec.from_json(text(found))
+
+
+def test_text_that_has_no_bytes_is_refused_when_it_is_written():
+    """A lone surrogate, as file names of other encodings have it."""
+    rollout = Rollout.sealed("\ud800", bytes(32), 4, [1], (), ())
+    for write in (codec.encode, codec.to_json):
+        with pytest.raises(TooLarge, match="no room"):
+            write(rollout)
+
+
 def test_a_size_over_the_bound_is_refused_by_its_first_bytes(monkeypatch: pytest.MonkeyPatch):
     size = struct.pack("<I", codec.ROLLOUT_BYTES_MAX + 1)
     with pytest.raises(Corrupt, match="cannot have"):

@@ -120,3 +120,11 @@ def test_a_run_of_rows_that_are_not_there_costs_nothing():
     record = record_of(rollout)
     claims = msgspec.structs.replace(record, filler_rows=[RowRun(0, 4_000_000_000)])
     assert timeline(claims).damage
+
+
+def test_rows_that_are_claimed_twice_are_told_once():
+    record = record_of(replace(told(), filler_rows=()))
+    claims = msgspec.structs.replace(record, filler_rows=[RowRun(20, 4), RowRun(0, 24), RowRun(22, 3)])
+    found = timeline(claims)
+    assert found.damage
+    assert found.row_counts()["filler"] == 5
