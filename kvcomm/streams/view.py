@@ -7,7 +7,8 @@ Row ``q`` attends row ``k`` if and only if ``k <= q`` and ``q`` lies in one of `
 intervals ``[birth, death)``.  Evicting closes the last interval, restoring opens another one.
 
 A view is kept as runs, for it has few: rows are fed one after the other, and only events break their order.
-So feeding a row costs the same however many there are, and an event costs the runs, not the rows.
+So feeding a row costs the same however many there are, and an event costs the runs and the rows that it moves,
+not those that stay.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams.events import (
     ROOT_DIGEST,
     Event,
@@ -30,6 +31,10 @@ from kvcomm.streams.events import (
     row_runs,
     run_rows,
 )
+
+MOVED_ROWS_MAX = 1 << 25
+"""Most rows that the events of a log may take out and bring back, all told, where each row's intervals are
+wanted: two hundred bytes of log can move all rows once more, and open another interval of each."""
 
 
 @dataclass(slots=True)
@@ -191,11 +196,6 @@ class Visibility:
     """By row: ``[birth, death)`` in rows that attend it, ascending, none empty and none touching the next.  A
     row in view at the end dies at ``row_count``."""
 
-    @property
-    def interval_count(self) -> int:
-        """Most intervals of one row; 0 without rows."""
-        return max(map(len, self.intervals), default=0)
-
     def sees(self, query: int, key: int) -> bool:
         """Whether row ``query`` attends row ``key``."""
         return key <= query and any(birth <= query < death for birth, death in self.intervals[key])
@@ -206,14 +206,22 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
 
     Raises:
         Corrupt: see :meth:`View.apply`; or an event is behind the last row.
+        TooLarge: the events move more than :data:`MOVED_ROWS_MAX` rows.
     """
-    view = View()
+    view, moved_count = View(), 0
     intervals = [[(row, row_count)] for row in range(row_count)]
     for event in events:
         if not view.next_row <= event.at_row <= row_count:
             raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
         view.feed(event.at_row - view.next_row)
-        for row in view.apply(event):
+        moved = view.apply(event)
+        moved_count += len(moved)
+        if moved_count > MOVED_ROWS_MAX:
+            raise TooLarge(
+                f"the events of this log move over {MOVED_ROWS_MAX} rows (MOVED_ROWS_MAX): restore less often, or "
+                "truncate the rollout"
+            )
+        for row in moved:
             if event.kind == "evict":
                 _close(intervals[row], event.at_row)
             else:
