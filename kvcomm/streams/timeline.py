@@ -160,8 +160,8 @@ def _happened(view: View, event: Event, index: int) -> Happening:
 
 
 def _kinds(record: RolloutRecord) -> bytearray:
-    """By row; what a damaged record says of rows that are not there is left out, and of rows again, so that it
-    costs each row once."""
+    """By row; what a damaged record says of rows that are not there, or says again, is left out: so it costs
+    each row once."""
     kinds = bytearray(len(record.tokens))
     sampled = [RowRun(run.first_row + 1, len(run.logprobs)) for run in record.samples]
     for runs, kind in ((sampled, SAMPLED), (record.filler_rows, FILLER), (record.repeated_rows, REPEATED)):

@@ -7,8 +7,8 @@ Row ``q`` attends row ``k`` if and only if ``k <= q`` and ``q`` lies in one of `
 intervals ``[birth, death)``.  Evicting closes the last interval, restoring opens another one.
 
 A view is kept as runs, for it has few: rows are fed one after the other, and only events break their order.
-So feeding a row costs the same however many there are, and an event costs the runs and the rows that it moves,
-not those that stay.
+So feeding a row costs the same however many there are, and an event costs the runs and the rows that it
+moves, not those that stay.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
         moved_count += len(moved)
         if moved_count > MOVED_ROWS_MAX:
             raise TooLarge(
-                f"the events of this log move over {MOVED_ROWS_MAX} rows (MOVED_ROWS_MAX): restore less often, or "
-                "truncate the rollout"
+                f"the events of this log move over {MOVED_ROWS_MAX} rows (MOVED_ROWS_MAX): restore less "
+                "often, or truncate the rollout"
             )
         for row in moved:
             if event.kind == "evict":

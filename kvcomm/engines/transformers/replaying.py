@@ -269,8 +269,8 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         )
     if (kv_dtype is not None or path != "mask") and model.training and _checkpoints(model):
         raise Unreplayable(
-            "K/V are rounded, and spliced between views, in a cache, which gradient checkpointing does without: "
-            "turn it off, or replay with path='mask' and without kv_dtype"
+            "K/V are rounded, and spliced between views, in a cache, which gradient checkpointing does "
+            "without: turn it off, or replay with path='mask' and without kv_dtype"
         )
 
 

@@ -658,7 +658,7 @@ class TestModels:
             assert found.logits.shape == (0, 512)
             assert found.log_probs.shape == (0,)
 
-    @pytest.mark.parametrize("path", (*PATHS, DETACHED))
+    @pytest.mark.parametrize("path", [*PATHS, DETACHED])
     def test_edge_19_a_rollout_without_rows_is_replayed_to_nothing(self, path: Path) -> None:
         """Alone or beside others, and with a gradient for ranks that wait for each other."""
         model, other = model_of("qwen3"), told_of("qwen3")["window"].rollout.truncated(60)
