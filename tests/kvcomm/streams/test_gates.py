@@ -666,7 +666,7 @@ class TestModels:
         for rollouts in ([empty], [other, empty]):
             found = replay(model, rollouts, path=path, passes=3)
             assert found[-1].logits.shape == (0, 512)
-            sum(policy_loss(each.log_probs, each.rollout, 1.0) for each in found).backward()
+            torch.stack([policy_loss(each.log_probs, each.rollout, 1.0) for each in found]).sum().backward()
             assert all(weight.grad is not None for weight in model.parameters())
             model.zero_grad(set_to_none=True)
 
