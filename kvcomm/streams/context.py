@@ -57,6 +57,7 @@ from kvcomm.streams.events import (
     run_rows,
 )
 from kvcomm.streams.session import Session, Turn
+from kvcomm.streams.view import require_bounded
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 
 MAGIC = b"KVCSTREM"
@@ -216,12 +217,14 @@ class StreamContext:
             NamespaceError: the context is of another namespace.
             Corrupt: view, keys, lineage or archived spans do not follow from tokens and events, or a token is
                 none of the namespace.
+            TooLarge: see ``kvcomm.streams.view.require_bounded``.
         """
         if (namespace.id, namespace.block_tokens) != (self.namespace, self.block_tokens):
             raise NamespaceError(
                 f"the stream is of namespace {self.namespace.hex()[:12]}, not {namespace.id.hex()[:12]}: "
                 "another model, revision, precision, parallel slice or tenant cannot use its blocks"
             )
+        require_bounded(self.row_count, self.events)
         try:
             chain = chain_of(namespace, self.tokens, self.events)
         except TokenError as error:

@@ -184,6 +184,8 @@ def _kl(engine: torch.Tensor, trainer: torch.Tensor, heat: torch.Tensor) -> torc
 def judged_samples(rollout: Rollout, version: int) -> list[bool]:
     """Whether a sample's row, and every row that it depends on, was computed with ``version``: its own
     weights, those of all that it sees, and so on."""
+    if all(each == version for each, _ in weights_runs(rollout.row_count, rollout.events)):
+        return [True] * len(rollout.samples)
     view, pure = View(), [False] * rollout.row_count
     seen_pure = True
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvcomm.errors import Corrupt
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
-from kvcomm.streams.view import View
+from kvcomm.streams.view import View, require_bounded
 
 PAD_TOKEN = 0
 """Stands in padding rows, which nobody reads."""
@@ -193,7 +193,7 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
     Raises:
         ValueError: there are none.
         Corrupt: an event does not follow from those before it.
-        TooLarge: see ``kvcomm.streams.view.visibility``.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
         Unreplayable: rows come back so often that their intervals have no room in memory.
     """
     if not rollouts:
@@ -264,7 +264,9 @@ def segments(rollout: Rollout) -> Iterator[Segment]:
 
     Raises:
         Corrupt: an event does not follow from those before it.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
     """
+    require_bounded(rollout.row_count, rollout.events)
     view, first, row_count = View(), 0, rollout.row_count
     in_view: tuple[int, ...] = ()
     archived: tuple[int, ...] = ()

@@ -32,9 +32,9 @@ from kvcomm.streams.events import (
     run_rows,
 )
 
-MOVED_ROWS_MAX = 1 << 25
-"""Most rows that the events of a log may take out and bring back, all told, where each row's intervals are
-wanted: two hundred bytes of log can move all rows once more, and open another interval of each."""
+CUT_ROWS_MAX = 1 << 24
+"""Most rows that the events of a log may cut, all told, where the log comes from others: two hundred bytes of
+it can cut all rows once more and bring them back, and each row has another interval then."""
 
 
 @dataclass(slots=True)
@@ -206,28 +206,38 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
 
     Raises:
         Corrupt: see :meth:`View.apply`; or an event is behind the last row.
-        TooLarge: the events move more than :data:`MOVED_ROWS_MAX` rows.
+        TooLarge: see :func:`require_bounded`.
     """
-    view, moved_count = View(), 0
+    require_bounded(row_count, events)
+    view = View()
     intervals = [[(row, row_count)] for row in range(row_count)]
     for event in events:
         if not view.next_row <= event.at_row <= row_count:
             raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
         view.feed(event.at_row - view.next_row)
-        moved = view.apply(event)
-        moved_count += len(moved)
-        if moved_count > MOVED_ROWS_MAX:
-            raise TooLarge(
-                f"the events of this log move over {MOVED_ROWS_MAX} rows (MOVED_ROWS_MAX): restore less "
-                "often, or truncate the rollout"
-            )
-        for row in moved:
+        for row in view.apply(event):
             if event.kind == "evict":
                 _close(intervals[row], event.at_row)
             else:
                 _open(intervals[row], event.at_row, row_count)
     lived = (tuple(each for each in row if each[0] < row_count) for row in intervals)
     return Visibility(row_count, tuple(lived))
+
+
+def require_bounded(row_count: int, events: Iterable[Event]) -> None:
+    """Look at what a log will cost before it is followed.  No more rows can come back than were cut, and who
+    follows it stops at a cut of rows that are not there.
+
+    Raises:
+        TooLarge: its events cut more than :data:`CUT_ROWS_MAX` rows.
+    """
+    spans = chain.from_iterable(event.ranges for event in events)
+    count = sum(each.slot_count for each in spans if each.end <= row_count)
+    if count > CUT_ROWS_MAX:
+        raise TooLarge(
+            f"the events of this log cut {count} rows, over CUT_ROWS_MAX={CUT_ROWS_MAX}: cut and restore "
+            "less often, or begin a new stream"
+        )
 
 
 def _close(intervals: list[tuple[int, int]], at_row: int) -> None:

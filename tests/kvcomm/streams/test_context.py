@@ -143,6 +143,15 @@ def test_bytes_that_are_whole_and_not_canonical_are_refused() -> None:
         StreamContext.decode(doubled.encode()).verify(NAMESPACE)
 
 
+def test_a_log_that_cuts_rows_without_end_is_refused_before_it_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = context_of(told(5))
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3)
+    with pytest.raises(TooLarge, match="begin a new stream"):
+        context.verify(NAMESPACE)
+
+
 def test_rows_that_are_marked_twice_in_a_record_are_never_made() -> None:
     """A megabyte of runs over all rows would be gigabytes for who adopts it."""
     session = Session(BlockPool(10), NAMESPACE, rows_max=100)

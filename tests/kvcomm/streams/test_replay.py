@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams import replay as replay_module
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.replay import (
@@ -209,6 +209,13 @@ class TestSegments:
                 assert {*segment.view_rows, *range(segment.first_row, row + 1)} == seen[row]
             row = segment.end_row
         assert row == rollout.row_count
+
+    def test_a_log_that_cuts_rows_without_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rollout = next(rollout for rollout, _ in map(story, range(20)) if rollout.event_count > 1)
+        monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3)
+        for compute in (lambda one: list(segments(one)), lambda one: pack([one])):
+            with pytest.raises(TooLarge):
+                compute(rollout)
 
     def test_events_in_another_order_are_corrupt(self) -> None:
         rollout = next(rollout for rollout, _ in map(story, range(20)) if rollout.event_count > 1)

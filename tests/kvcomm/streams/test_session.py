@@ -184,6 +184,17 @@ def test_no_more_is_kept_than_was_planned(count: int) -> None:
     session.check()
 
 
+def test_a_sampled_token_of_which_no_row_was_kept_is_still_to_be_fed() -> None:
+    engine, session = started(2)
+    session.sampled(7)
+    session.commit(session.plan([7, 8]), 0)
+    assert session.pending == 7
+    with pytest.raises(ValueError, match="7 was sampled"):
+        session.plan([8])
+    engine.feed(session, [7])
+    assert session.pending is None
+
+
 def test_a_feed_that_failed_never_was() -> None:
     engine, session = started(5)
     before = (list(session.view.rows), session.table[:], engine.pool.free_count)

@@ -107,7 +107,7 @@ def test_visibility_has_no_interval_in_which_no_row_ran() -> None:
     assert visibility(0, []).intervals == ()
 
 
-def test_a_log_that_moves_rows_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cuts_rows_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred bytes a time, and every row has another interval."""
     view, events = fed(8), list[Event]()
     for _ in range(3):
@@ -116,10 +116,10 @@ def test_a_log_that_moves_rows_without_end_is_refused(monkeypatch: pytest.Monkey
         view.feed(1)
         events.append(happened(view, Event("restore", row + 1, span=SPAN, insert_at=0)))
         view.feed(1)
-    monkeypatch.setattr("kvcomm.streams.view.MOVED_ROWS_MAX", 6 * 8)
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3 * 8)
     assert visibility(view.next_row, events).intervals[0][-1] == (13, 14)
-    monkeypatch.setattr("kvcomm.streams.view.MOVED_ROWS_MAX", 6 * 8 - 1)
-    with pytest.raises(TooLarge, match="move over 47 rows"):
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3 * 8 - 1)
+    with pytest.raises(TooLarge, match="cut 24 rows"):
         visibility(view.next_row, events)
 
 
