@@ -16,7 +16,7 @@ from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
 from kvcomm.streams.chain import chain_of
 from kvcomm.streams.context import ArchivedSpan, StreamContext, newest
-from kvcomm.streams.events import Run, SpanId
+from kvcomm.streams.events import Event, Run, SpanId
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
 from tests.kvcomm.streams.pasts import NAMESPACE, told
@@ -124,6 +124,7 @@ def test_a_context_is_of_no_use_to_another_model_or_tenant() -> None:
         {"filler_runs": (Run(0, 3),), "repeated_runs": (Run(2, 1),)},
         {"protected": 3},
         {"pending": -1},
+        {"events": (Event("weights", 10_000, weights_version=1),)},
         {"turns": ((4, 2),)},
         {"turns": ((0, 10_000),)},
     ],
@@ -199,6 +200,30 @@ def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
     before = contexts[0]
     assert all(context_of(session).extends(each) for each in contexts)
     assert not replace(before, namespace=NAMESPACE.for_tenant(TenantDigest(b"t" * 16)).id).extends(before)
+
+
+def test_what_was_cut_before_the_end_of_the_other_went_another_way() -> None:
+    early, late = (Session(BlockPool(20), NAMESPACE, rows_max=100) for _ in range(2))
+    for session, first in ((early, 8), (late, 12)):
+        session.commit(session.plan(list(range(first))))
+    past = context_of(late)
+    early.evict([(0, 4)])
+    early.commit(early.plan(list(range(8, 14))))
+    assert not context_of(early).extends(past)
+    late.evict([(0, 4)])
+    late.commit(late.plan([12, 13]))
+    assert context_of(late).extends(past)
+
+
+def test_a_token_that_is_to_be_fed_is_behind_one_that_was() -> None:
+    session = Session(BlockPool(20), NAMESPACE, rows_max=100)
+    session.commit(session.plan([1, 2, 3]))
+    session.sampled(4)
+    pending = context_of(session)
+    session.commit(session.plan([4]))
+    fed = context_of(session)
+    assert fed.extends(pending) and not pending.extends(fed)
+    assert newest([pending, fed]) == fed
 
 
 @given(

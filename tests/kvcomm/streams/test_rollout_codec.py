@@ -317,6 +317,38 @@ def test_what_is_not_canonical_is_refused():
             codec.from_json(text(found))
 
 
+def test_bytes_beside_the_record_are_refused_though_its_checksum_is_right():
+    """It is of the one form, which whoever adds something to it can still compute."""
+    rollout = Rollout.sealed("x", bytes(32), 4, [1, 2], (), [Sample(0, 2, -1.0, Sampling())])
+    good = codec.encode(rollout)
+    body, checksum = good[:-8], good[-8:]
+    longer = body[:12] + struct.pack("<I", len(good) + 3) + body[16:] + b"abc" + checksum
+    reserved = body[:10] + b"\x01" + body[11:] + checksum
+    (run,) = codec.unpacked(good).samples
+    told = codec._SAMPLE_RUN.pack(run.first_row, 1, run.sampling, 1)
+    assert body.count(told) == 1
+    loss = body.replace(told, told[:-1] + b"\x02") + checksum
+    two = struct.pack("<III", 2, 7, 7)
+    pending = codec.encode(
+        replace(rollout, tokens=(1,), row_count=1, samples=(Sample(0, 7, -1.0, Sampling()),))
+    )
+    one = pending[:-8].replace(struct.pack("<II", 1, 7), two)
+    doubled = one[:12] + struct.pack("<I", len(one) + 8) + one[16:] + pending[-8:]
+    assert len(doubled) == len(pending) + 4
+    for other in (longer, reserved, loss, doubled):
+        with pytest.raises(Corrupt):
+            codec.decode(other)
+    assert codec.decode(good) == rollout
+
+
+def test_a_sampling_that_is_not_there_is_refused():
+    found = tree(Rollout.sealed("x", bytes(32), 4, [1, 2], (), [Sample(0, 2, -1.0, Sampling())]))
+    found["rollout"]["samples"][0]["sampling"] = 1
+    found["rollout"]["checksum"] = codec._checksum(codec.parsed(text(found)))
+    with pytest.raises(Corrupt, match="without a token or a sampling"):
+        codec.from_json(text(found))
+
+
 @pytest.mark.slow
 @given(seeds)
 def test_no_rollout_of_a_story_is_refused_after_truncation(seed: int):

@@ -73,6 +73,10 @@ def test_what_is_told_adds_up(seed: int):
     counts = found.row_counts()
     assert sum(counts.values()) == rollout.row_count
     assert counts["filler"] == len(rollout.filler_rows)
+    assert (found.sample_count, found.loss_count) == (
+        len(rollout.samples),
+        sum(each.loss for each in rollout.samples),
+    )
     assert counts["sampled"] == sum(each.query_row + 1 < rollout.row_count for each in rollout.samples)
     assert found.weights[-1][1] == (rollout.events[-1].weights_version if rollout.events else 0)
     seen = rollout.visibility()
