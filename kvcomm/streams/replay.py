@@ -28,7 +28,6 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from kvcomm.errors import Corrupt
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
 from kvcomm.streams.view import View, require_bounded
 
@@ -271,13 +270,12 @@ def segments(rollout: Rollout) -> Iterator[Segment]:
     in_view: tuple[int, ...] = ()
     archived: tuple[int, ...] = ()
     for event in rollout.events:
-        if not view.next_row <= event.at_row <= row_count:
-            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
+        count = view.count_before(event, row_count)
         moves = event.kind in ("evict", "restore")
         if moves and event.at_row > first:
             yield Segment(first, event.at_row, in_view, archived)
             first = event.at_row
-        view.feed(event.at_row - view.next_row)
+        view.feed(count)
         view.apply(event)
         if moves:
             in_view = tuple(view.rows)

@@ -161,9 +161,7 @@ class Session:
         # Numbers are all that a pool holds, so the keys come from living through it once more.
         session = cls(BlockPool(len(tokens) // namespace.block_tokens + 1), namespace, rows_max=rows_max)
         for event in events:
-            if not session.next_row <= event.at_row <= len(tokens):
-                raise Corrupt(f"an event at row {event.at_row} of {len(tokens)}, after {session.next_row}")
-            session._feed(tokens[session.next_row : event.at_row])
+            session._feed(tokens[event.at_row - session.view.count_before(event, len(tokens)) : event.at_row])
             problem = session._problem(event)
             if problem:
                 raise Corrupt(f"no log of a session with blocks of {namespace.block_tokens}: {problem}")

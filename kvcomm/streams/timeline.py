@@ -126,8 +126,7 @@ def _follow(record: RolloutRecord, entries: list[Stretch | Happening]) -> str:
     for index, each in enumerate(record.events):
         try:
             event = each.event()
-            if not view.next_row <= event.at_row <= len(kinds):
-                return f"event {index} is at row {event.at_row}, after row {view.next_row} of {len(kinds)}"
+            view.count_before(event, len(kinds))
             entries += _fed(view, kinds, event.at_row)
             entries.append(_happened(view, event, index))
             cut_count += sum(cut.slot_count for cut in event.ranges)

@@ -78,6 +78,16 @@ class View:
         if self._rows is not None:
             self._rows.extend(range(fed.first, self.next_row))
 
+    def count_before(self, event: Event, row_count: int) -> int:
+        """Rows that are fed before ``event``, which is one of a log of ``row_count`` rows.
+
+        Raises:
+            Corrupt: it is behind the last row, or before one that was fed.
+        """
+        if not self.next_row <= event.at_row <= row_count:
+            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {self.next_row}")
+        return event.at_row - self.next_row
+
     def unfeed(self, count: int) -> None:
         """The last ``count`` rows, all fed since the last event, never were."""
         assert 0 <= count <= (self.runs[-1].length if self.runs else 0)
@@ -212,9 +222,7 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
     view = View()
     intervals = [[(row, row_count)] for row in range(row_count)]
     for event in events:
-        if not view.next_row <= event.at_row <= row_count:
-            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
-        view.feed(event.at_row - view.next_row)
+        view.feed(view.count_before(event, row_count))
         for row in view.apply(event):
             if event.kind == "evict":
                 _close(intervals[row], event.at_row)

@@ -265,6 +265,8 @@ class TestProbabilities:
         outside = sampled_log_probabilities(logits, [Sample(0, 2, 0.0, sampling)])
         assert torch.isfinite(outside).all()
         assert abs(float(inside - outside)) < 0.5
+        widened = torch.log_softmax(logits[0, [0, 1, 2]], -1)
+        assert float(outside) == pytest.approx(float(widened[-1]))
 
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
     def test_gradients_flow_and_are_finite(self, sampling: Sampling) -> None:

@@ -95,7 +95,9 @@ def test_the_first_damage_is_named_and_what_came_before_is_told():
     assert found.damage.startswith("event 1: the restore at row 26 was recorded over another history")
     assert len(found.entries) == 3
     tree["rollout"]["events"][1]["at_row"] = 1_000
-    assert timeline(parsed(json.dumps(tree).encode())).damage.startswith("event 1 is at row 1000")
+    assert timeline(parsed(json.dumps(tree).encode())).damage.startswith(
+        "event 1: an event at row 1000 of 27"
+    )
     tree["rollout"]["events"][1]["insert_at"] = -1
     assert "not an event" in timeline(parsed(json.dumps(tree).encode())).damage
 
