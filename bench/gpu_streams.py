@@ -76,18 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(not pages_are_right(options))
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    try:
-        bench.check()
-        bench.races()
-        bench.replays()
-    except Exception:  # what was found until here is worth something, and the exit status tells
-        bench.found.notes.append(f"It ended early:\n\n```\n{traceback.format_exc()}```")
-        traceback.print_exc()
-        return 1
-    finally:
-        bench.save()
-        print(tables([bench.found]))
-    return 0
+    done = [bench.attempted(part) for part in (bench.check, bench.races, bench.replays)]
+    bench.save()
+    print(tables([bench.found]))
+    return int(not all(done))
 
 
 @dataclass(slots=True)
@@ -176,10 +168,22 @@ class Bench:
             options.machine or _machine(options.device), _described(options.device),
             model_name(self.model), options.device, options.dtype,
         )  # fmt: skip
+        self.turns_done = 0
         self.runners: list[Runner] = []
         self.kept: dict[str, Kept] = {}
-        self.first_event = 0
         self.say(f"{self.found.machine}: {self.found.model}")
+
+    def attempted(self, part: Callable[[], None]) -> bool:
+        """Whether ``part`` came to its end; what was found until it failed is kept, and the rest is tried."""
+        try:
+            part()
+        except Exception as error:
+            traceback.print_exc()
+            self.found.notes.append(
+                f"Ended early: {part.__name__}, by {type(error).__name__}: {error!s:.300}"
+            )
+            return False
+        return True
 
     def check(self) -> None:
         """Decode over pages if that is right on this machine; in another process, for a faulty kernel takes
@@ -215,7 +219,7 @@ class Bench:
             return True
 
         for found in race(self.runners, leaders=1, go_on=go_on, close=False):
-            self.found.races = [found]
+            self.found.races, self.turns_done = [found], found.turns_run
             now = time.monotonic()
             turn_s, before, at = now - before, now, at + 1
             steps = ", ".join(
@@ -230,7 +234,7 @@ class Bench:
         """Through FlexAttention, what was generated with cuts and without."""
         import torch
 
-        events = self.runners[0].sessions[0].events
+        events = self.runners[0].sessions[0].events if self.runners else []
         if not events:
             self.found.notes.append("Nothing was cut, so nothing was replayed.")
             return
@@ -353,6 +357,8 @@ class Bench:
         print(f"{self.elapsed():6.1f} s  {what}", file=sys.stderr, flush=True)
 
     def save(self) -> None:
+        for run in (run for found in self.found.races for run in found.runs):
+            del run.turns[self.turns_done + 1 :]  # what not every arm came through is compared with nothing
         (self.options.out / STREAMS_FILE).write_bytes(to_json([self.found]))
         (self.options.out / "streams.md").write_text(tables([self.found]) + "\n")
 

@@ -114,6 +114,12 @@ class AsyncClient:
         """See ``Client.bind``."""
         return self._operations.bind(namespace)
 
+    async def adopt_prefix(
+        self, session: Session, engine: Engine, tokens: Sequence[int], *, deadline_s: float = DEADLINE_S
+    ) -> int:
+        """See ``Client.adopt_prefix``."""
+        return await self.run(Sharing(self._operations).adopt_prefix(session, engine, tokens), deadline_s)
+
     def archive(self, engine: Engine, *, bytes_max: int) -> AsyncSpanArchive:
         """See ``Client.archive``."""
         return AsyncSpanArchive(

@@ -110,6 +110,13 @@ class Client:
         """``namespace`` under this client's tenant: what an engine is built with whose streams are shared."""
         return self._operations.bind(namespace)
 
+    def adopt_prefix(
+        self, session: Session, engine: Engine, tokens: Sequence[int], *, deadline_s: float = DEADLINE_S
+    ) -> int:
+        """Begin to feed ``tokens`` with K/V that anybody has computed under the same past; the number of rows
+        that this gave.  See ``Sharing.adopt_prefix``."""
+        return self.run(Sharing(self._operations).adopt_prefix(session, engine, tokens), deadline_s)
+
     def archive(self, engine: Engine, *, bytes_max: int) -> SpanArchive:
         """Where the archived spans of ``engine``'s sessions go, and come back from; see ``Archive``."""
         return SpanArchive(

@@ -35,7 +35,7 @@ def draw_training(records: Sequence[Record], path: Path) -> None:
 
 def draw_recall(records: Sequence[Record], path: Path) -> None:
     """One bar for each condition."""
-    figure, (panel,) = _figure(1, 1.4 + 0.42 * len(records))
+    figure, (panel,) = _figure(1, 2.0 + 0.42 * len(records))
     names = [record["condition"] for record in records]
     colours = [COLOURS[record["condition"].split(",")[0]] for record in records]
     shares = [record["recall"] for record in records]
@@ -48,7 +48,8 @@ def draw_recall(records: Sequence[Record], path: Path) -> None:
     )  # fmt: skip
     panel.invert_yaxis()
     panel.set_xlim(0, 1.12)
-    panel.set_xlabel("share of right answers about a fact whose tokens are out of view")
+    panel.set_xlabel("share of right answers about the fact")
+    panel.set_title("Recall of a fact, by what is left of its context\n(neutral tokens behind it)", pad=22)
     _save(figure, path)
 
 
@@ -59,7 +60,7 @@ def _draw_reward(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
         panel.plot(steps, _smoothed(rewards), color=COLOURS[arm], linewidth=2, label=arm)
     unknowing = 1 - RECALL_SHARE + RECALL_SHARE * CHANCE
     panel.axhline(unknowing, color="#57606a", linewidth=1, linestyle=":")
-    panel.text(0.98, unknowing + 0.01, "all but the recall", ha="right", va="bottom", fontsize=8,
+    panel.text(0.98, unknowing + 0.01, "everything but the recall", ha="right", va="bottom", fontsize=8,
                color="#57606a", transform=panel.get_yaxis_transform())  # fmt: skip
     panel.set_ylim(0, 1.04)
     panel.set_title("Reward")

@@ -241,7 +241,7 @@ def parsed(buffer: Buffer) -> RolloutRecord:
 
 
 def unpacked(buffer: Buffer) -> RolloutRecord:
-    """The record in the binary form, sound or not: its checksum is only written down.
+    """The record in the binary form, sound or not: then ``RolloutRecord.rollout`` raises.
 
     Raises:
         Refused: of another version.
@@ -259,20 +259,18 @@ def unpacked(buffer: Buffer) -> RolloutRecord:
             row_count=row_count,
             event_count=event_count,
             view_digest=digest.hex(),
-            name=reader.take(reader.count(1)).decode(),
+            name=reader.take(reader.count()).decode(),
             tokens=[token for (token,) in reader.many(_COUNT)],
             filler_rows=[RowRun(*run) for run in reader.many(_RUN)],
             repeated_rows=[RowRun(*run) for run in reader.many(_RUN)],
             samplings=[SamplingRecord(*each) for each in reader.many(_SAMPLING)],
             samples=_read_samples(reader),
             pending=_read_pending(reader),
-            events=[_read_event(reader) for _ in range(reader.count(_EVENT.size))],
-            checksum=f"{_CHECKSUM.unpack_from(data, reader.end)[0]:016x}",
+            events=[_read_event(reader) for _ in range(reader.count())],
+            checksum=_sum_of(data),
         )
     except UnicodeDecodeError as error:
         raise Corrupt(f"a rollout's text is not UTF-8: {error}") from error
-    if reader.at != reader.end:
-        raise Corrupt(f"a rollout ends {reader.end - reader.at} bytes before its record does")
     return record
 
 
@@ -285,9 +283,9 @@ def frame_bytes(head: Buffer) -> int:
     """
     if len(head) < FRAME_BYTES:
         raise Corrupt(f"a rollout cannot have {len(head)} bytes")
-    magic, version, reserved, size = struct.unpack_from("<8sHHI", head)
+    magic, version, _, size = struct.unpack_from("<8sHHI", head)
     _require_version(magic == MAGIC, version)
-    if reserved or not _HEAD.size + _CHECKSUM.size <= size <= ROLLOUT_BYTES_MAX:
+    if not _HEAD.size + _CHECKSUM.size <= size <= ROLLOUT_BYTES_MAX:
         raise Corrupt(f"a rollout cannot have {size} bytes")
     return int(size)
 
@@ -304,7 +302,10 @@ class _Envelope(msgspec.Struct):
 
 
 class _Reader:
-    """Takes sections off ``data[at:end]``; a count is believed only if so much is there."""
+    """Takes sections off ``data[at:end]``; a count is believed only if so much is there.
+
+    Whether that is all, and as a writer writes it, shows when ``RolloutRecord.rollout`` writes it again.
+    """
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
@@ -318,21 +319,23 @@ class _Reader:
     def one(self, shape: struct.Struct) -> tuple[int, ...]:
         return shape.unpack(self.take(shape.size))
 
-    def count(self, item_bytes: int) -> int:
-        (count,) = self.one(_COUNT)
-        if count * item_bytes > self.end - self.at:
-            raise Corrupt(f"a rollout's record has no room for {count} entries of a section")
-        return count
+    def count(self) -> int:
+        return self.one(_COUNT)[0]
 
     def many(self, shape: struct.Struct) -> Iterator[tuple[int, ...]]:
-        return shape.iter_unpack(self.take(self.count(shape.size) * shape.size))
+        return shape.iter_unpack(self.take(self.count() * shape.size))
+
+
+def _sum_of(data: bytes) -> str:
+    """The checksum at the end of ``data``; empty if it is not that of these very bytes, of which some could
+    read the same as others."""
+    body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
+    return f"{checksum:016x}" if checksum == xxh3_64_intdigest(body) else ""
 
 
 def _read_samples(reader: _Reader) -> list[SampleRun]:
     runs = list(reader.many(_SAMPLE_RUN))
     logprobs = [float(each) for (each,) in reader.many(_LOGPROB)]
-    if sum(count for _, count, _, _ in runs) != len(logprobs) or any(loss > 1 for *_, loss in runs):
-        raise Corrupt(f"a rollout's sample runs do not go with {len(logprobs)} log probabilities")
     samples: list[SampleRun] = []
     at = 0
     for first_row, count, sampling, loss in runs:
@@ -342,10 +345,7 @@ def _read_samples(reader: _Reader) -> list[SampleRun]:
 
 
 def _read_pending(reader: _Reader) -> int | None:
-    tokens = [token for (token,) in reader.many(_COUNT)]
-    if len(tokens) > 1:
-        raise Corrupt(f"a rollout cannot have {len(tokens)} pending tokens")
-    return tokens[0] if tokens else None
+    return next((token for (token,) in reader.many(_COUNT)), None)
 
 
 def _read_event(reader: _Reader) -> EventRecord:
@@ -399,7 +399,7 @@ def _sections(record: RolloutRecord) -> bytes:
         _counted(_RUN, record.repeated_rows),
         _counted(_SAMPLING, samplings),
         _counted(_SAMPLE_RUN, runs),
-        _counted(_LOGPROB, ((each + 0.0,) for run in record.samples for each in run.logprobs)),
+        _counted(_LOGPROB, ((each,) for run in record.samples for each in run.logprobs)),
         _counted(_COUNT, ((token,) for token in pending)),
         _COUNT.pack(len(record.events)), *map(_event_bytes, record.events),
     ))  # fmt: skip

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvcomm.block import header_for
+from kvcomm.block import NO_PARENT, header_for
 from kvcomm.blockplane import Stored
 from kvcomm.errors import Conflict, NamespaceError, Unavailable
 from kvcomm.namespace import Namespace
@@ -260,7 +260,8 @@ class Sharing:
                 taken = list(room[: len(wanted)])
                 pool.release(room[len(wanted) :])
             held += taken
-            lost = yield from self._load(engine, list(zip(taken, wanted, strict=True)))
+            loaded = yield from self._load(engine, list(zip(taken, wanted, strict=True)))
+            lost = (yield from self._lost(wanted[loaded:])) if loaded < len(wanted) else None
         except BaseException:
             pool.release(held)
             raise
@@ -270,6 +271,34 @@ class Sharing:
         fresh = iter(taken)
         table = [next(fresh) if mine is None else mine for mine in found]
         return [*table, *fresh]
+
+    def adopt_prefix(self, session: Session, engine: Engine, tokens: Sequence[int]) -> Steps[int]:
+        """Begin to feed ``tokens`` with blocks that anybody has computed under the same past: a prompt that
+        other agents began with, too; behind a cut, what forks and siblings of this rollout were fed.
+
+        Returns the number of rows that this gave; feed the others, of which there is at least one.  0 where
+        the view does not end with a full block.  What is not in the engine's pool is fetched, as far as there
+        is room; a miss is no error.
+
+        Raises:
+            NamespaceError: the engine's namespace was not bound to this client's tenant.
+            ValueError, TokenError, Refused: see ``Session.plan``.
+        """
+        namespace, pool = self.require_bound(engine), engine.pool
+        size = namespace.block_tokens
+        if session.slot_count % size == 0:
+            ahead = _ahead(session, tokens[: max(len(tokens) - 1, 0) // size * size])
+            known = next((at for at, each in enumerate(ahead) if pool.find(each.key) is None), len(ahead))
+            held = [block for each in ahead[:known] if (block := pool.find(each.key)) is not None]
+            pool.hold(held)  # room is not made at the cost of what is here
+            try:
+                room = pool.take(min(len(ahead) - known, pool.free_count))
+                held += room
+                yield from self._load(engine, list(zip(room, ahead[known:], strict=False)))
+                return session.adopt_prefix(tokens)
+            finally:
+                pool.release(held)
+        return session.adopt_prefix(tokens)
 
     def require_bound(self, engine: Engine) -> Namespace:
         """The engine's namespace.  Raises ``NamespaceError`` if its keys are not those of this client's
@@ -285,8 +314,8 @@ class Sharing:
         (state,) = yield from self._operations.state().get([record])
         return [StreamContext.decode(value) for value in state.values]
 
-    def _load(self, engine: Engine, wanted: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[Lost | None]:
-        """Fetch, verify, load and name, a part at a time."""
+    def _load(self, engine: Engine, wanted: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[int]:
+        """Fetch, verify, load and name, a part at a time; how many of the first could be had."""
         namespace, asked, loaded = engine.namespace, 0, 0
         for part in _parts(wanted, namespace):
             asked += len(part)
@@ -300,8 +329,8 @@ class Sharing:
                     engine.pool.name(block, known.key)
                 loaded += 1
             if loaded < asked:
-                return (yield from self._lost([known for _, known in wanted[loaded:]]))
-        return None
+                break
+        return loaded
 
     def _lost(self, rest: Sequence[ChainBlock]) -> Steps[Lost]:
         """The first of these could not be had; others may be."""
@@ -327,6 +356,19 @@ class Lost:
 
 def _record(agent: str, name: str) -> bytes:
     return record_name("stream", agent, name)
+
+
+def _ahead(session: Session, tokens: Sequence[int]) -> list[ChainBlock]:
+    """The blocks that these will fill, of a session whose last block is full."""
+    size = session.block_tokens
+    parent = session.pool.key_of(session.table[-1]) if session.table else NO_PARENT
+    assert parent is not None, "a full block in a table has a key"
+    ahead: list[ChainBlock] = []
+    for place, key in enumerate(session.next_keys(tokens)):
+        first = session.next_row + place * size
+        ahead.append(ChainBlock(key, parent, session.lineage, tuple(range(first, first + size))))
+        parent = key
+    return ahead
 
 
 def _parts(blocks: Sequence[_T], namespace: Namespace) -> Iterator[Sequence[_T]]:

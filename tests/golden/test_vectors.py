@@ -7,7 +7,9 @@ import pytest
 from kvcomm.block import BlockHeader
 from kvcomm.manifest import Manifest
 from kvcomm.streams import rollout_codec
+from kvcomm.streams.context import StreamContext
 from tests.golden import vectors
+from tests.namespaces import namespace
 
 COMPUTED = vectors.computed()
 
@@ -39,3 +41,10 @@ def test_a_recorded_rollout_is_still_read():
     recorded = vectors.recorded("rollouts")
     assert rollout_codec.decode(bytes.fromhex(recorded["binary"])) == vectors.rollout()
     assert rollout_codec.from_json(recorded["json"].encode()) == vectors.rollout()
+
+
+def test_a_recorded_stream_is_still_read_and_follows_from_its_log():
+    context = StreamContext.decode(bytes.fromhex(vectors.recorded("streams")["binary"]))
+    assert context == vectors.stream()
+    chain = context.verify(namespace(tenant=vectors.TENANT))
+    assert context.archived and context.pending == 5 and chain.tail is not None

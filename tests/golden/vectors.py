@@ -16,8 +16,12 @@ from kvcomm.canonical import canonical_bytes
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
 from kvcomm.streams import rollout_codec
+from kvcomm.streams.chain import chain_of
+from kvcomm.streams.context import StreamContext
 from kvcomm.streams.events import Event, SlotRange, SpanId, ViewDigest
+from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
+from kvcomm.streams.session import Session
 from tests.namespaces import namespace
 
 DIRECTORY = Path(__file__).parent
@@ -106,6 +110,32 @@ def rollout() -> Rollout:
     return Rollout.sealed("r-1 🧠", LINEAGE, 16, TOKENS, events, samples, range(64, 67), [67])
 
 
+def stream() -> StreamContext:
+    """Cut, archived, restored, forked, of two versions of weights, with a tail."""
+    ns = namespace(tenant=TENANT)
+    session = Session(BlockPool(16), ns, rows_max=1_000)
+    session.commit(session.plan(TOKENS))
+    session.protect(16)
+    session.end_turn(16, 32)
+    session.evict([(32, 48)], reason="fenêtre")
+    kept = session.evict([(16, 32)], archive=True).span
+    session.commit(session.plan(TOKENS[:21]))
+    session.set_weights(2)
+    session.evict([(16, 32)], archive=True)
+    session.restore(kept)
+    session = session.fork(LINEAGE)
+    session.sampled(5)
+    chain = chain_of(ns, session.tokens, session.events)
+    return StreamContext.of(
+        session,
+        chain,
+        producer=Incarnation(2**64 - 3),
+        policy="tours 🧠",
+        filler_rows=[66, 67],
+        repeated_rows=[80],
+    )
+
+
 def computed() -> dict[str, dict[str, Any]]:
     """File name -> what it should hold."""
     return {
@@ -117,6 +147,7 @@ def computed() -> dict[str, dict[str, Any]]:
         },
         "headers": {name: header(name == "approximate").pack().hex() for name in ("exact", "approximate")},
         "manifests": {"jump": manifest().encode().hex()},
+        "streams": {"binary": stream().encode().hex()},
         "rollouts": {
             "binary": rollout_codec.encode(rollout()).hex(),
             "json": rollout_codec.to_json(rollout()).decode(),

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="needs torch and transformers")
 
 from kvcomm.client import Client
 from kvcomm.engines.transformers.streaming import StreamEngine
+from kvcomm.errors import NamespaceError, Refused, Unavailable
 from kvcomm.stateplane import record_name
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.events import Event
@@ -135,3 +136,32 @@ def test_another_process_continues_after_five_cuts_through_l2_and_with_the_pool_
     other_tokens, other_logprobs = greedy(engine, spoiled, COUNT)
     with pytest.raises(AssertionError):  # the comparison above can fail
         assert_same((other_tokens, other_logprobs), tokens, logprobs)
+
+
+def test_no_other_tenant_sees_a_stream_or_any_of_its_blocks(cluster: Cluster, kv: Client) -> None:
+    """Not the block before the first cut, which agents of one tenant share with anybody; not the others, even
+    when their keys are known."""
+    network = model()
+    engine = engine_for(kv, network)
+    session = engine.session()
+    engine.feed([(session, list(range(4, 70)))])
+    session.evict([(16, 32)])
+    engine.feed([(session, list(range(4, 30)))])
+    context = kv.agent(MAKER).stream("private").publish(session, engine).context
+    ours = engine_for(kv, network)
+    assert kv.adopt_prefix(ours.session(), ours, session.tokens) == 16
+    with cluster.client(cluster.instance.credentials().token("intruder")) as other:
+        stream = other.agent("x").stream_of(MAKER, "private")
+        with pytest.raises(Unavailable, match="no stream"):
+            stream.context()
+        theirs = engine_for(other, network)
+        with pytest.raises(NamespaceError, match="tenant"):
+            stream.adopt(theirs, context=context)
+        with pytest.raises(Refused, match="another tenant"):
+            stream.adopt(engine, context=context)
+        assert other.adopt_prefix(theirs.session(), theirs, session.tokens) == 0
+        lineages = [block.lineage for block in context.verify(engine.namespace).blocks]
+        found = other._operations.fetch_named(theirs.namespace, context.keys, lineages)
+        assert not other.run(found, 5.0).blocks
+        assert not any(other.run(other._operations.present(context.keys), 5.0))
+        assert all(kv.run(kv._operations.present(context.keys), 5.0))

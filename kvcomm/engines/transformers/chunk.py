@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,31 +62,36 @@ class Chunk:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Places, positions and ids, int64 ``[lane, row]``, in one transfer."""
-        most, counts = self.row_count, [*map(len, self.parts)]
-        places = lane_places(self.firsts, counts)
-        shifts = [feed.first_row - feed.first_slot for feed in self.feeds]
-        given = torch.tensor(
-            [
-                [shift, *at, *[0] * (most - len(part)), *part]
-                for shift, at, part in zip(shifts, places, self.parts, strict=True)
-            ],
-            device=device,
-        )
-        at = given[:, 1 : most + 1]
-        return at, at + given[:, :1], given[:, most + 1 :]
+        places = self._places()
+        shifts = torch.tensor([feed.first_row - feed.first_slot for feed in self.feeds])
+        ids = torch.zeros_like(places)
+        for lane, part in enumerate(self.parts):
+            ids[lane, self.row_count - len(part) :] = torch.tensor(part, dtype=torch.int64)
+        given = torch.stack([places, places + shifts[:, None], ids]).to(device)
+        return given[0], given[1], given[2]
 
-    def written(self, block_tokens: int) -> tuple[list[int], list[int], list[int]]:
-        """Of each real row: lane (from 0), slot, block."""
-        lanes: list[int] = []
-        slots: list[int] = []
-        blocks: list[int] = []
-        for lane, (feed, first, part) in enumerate(zip(self.feeds, self.firsts, self.parts, strict=True)):
-            mine = range(first, first + len(part))
-            before = feed.first_slot // block_tokens
-            lanes += [lane] * len(part)
-            slots += mine
-            blocks += [feed.tail[slot // block_tokens - before] for slot in mine]
-        return lanes, slots, blocks
+    def written(self, block_tokens: int, device: torch.device) -> torch.Tensor:
+        """Of each real row: lane (from 0), slot, block; int64 ``[3, n]``."""
+        places, counts = self._places(), torch.tensor([*map(len, self.parts)])
+        lanes, rows = (torch.arange(self.row_count) >= self.row_count - counts[:, None]).nonzero(
+            as_tuple=True
+        )
+        slots = places[lanes, rows]
+        tails = [torch.tensor(feed.tail, dtype=torch.int64) for feed in self.feeds]
+        before = torch.tensor([feed.first_slot // block_tokens for feed in self.feeds])
+        blocks = torch.nn.utils.rnn.pad_sequence(tails, batch_first=True)
+        return torch.stack([lanes, slots, blocks[lanes, slots // block_tokens - before[lanes]]]).to(device)
+
+    def _places(self) -> torch.Tensor:
+        """Where the rows stand, int64 ``[lane, row]``.
+
+        Padding in front goes *behind* the real rows, where nothing attends it and the next rows overwrite it;
+        no place of a lane is written twice.
+        """
+        firsts = torch.tensor(self.firsts)[:, None]
+        counts = torch.tensor([*map(len, self.parts)])[:, None]
+        at = torch.arange(self.row_count) - (self.row_count - counts)
+        return firsts + torch.where(at < 0, at + self.row_count, at)
 
     def collector(self, watch: Watch, device: torch.device) -> Collector | None:
         """None if none of its rows is watched."""
@@ -95,16 +100,3 @@ class Chunk:
             for session, feed, part in zip(self.sessions, self.feeds, self.parts, strict=True)
         ]
         return Collector(last_rows, self.reach, device) if any(last_rows) else None
-
-
-def lane_places(firsts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Where the rows of a pass stand: ``[lane][row]``, lanes with fewer rows padded in front.
-
-    The padding goes *behind* the real rows, where nothing attends it and the next rows overwrite it; no place
-    of a lane is written twice.
-    """
-    most = max(counts)
-    return [
-        [*range(first + count, first + most), *range(first, first + count)]
-        for first, count in zip(firsts, counts, strict=True)
-    ]

@@ -469,7 +469,7 @@ class _Batch:
         self._streams = streams
 
     def feed(self, wanted: Mapping[Stream, Sequence[int]]) -> list[Stream]:
-        """One pass for as many as the memory holds; who was fed.
+        """One pass for as many as the memory holds, of those that fit together; who was fed.
 
         Raises:
             PoolFull: it does not hold one.
@@ -477,15 +477,16 @@ class _Batch:
         if not wanted:
             return []
         self._bring_in_those_that_fit(wanted)
+        running = self._alike([stream for stream in wanted if stream.session.swapped is None], wanted)
+        waiting = [stream for stream in wanted if stream not in running]
         idle = [stream for stream in self._streams if stream not in wanted]
-        running = [stream for stream in wanted if stream.session.swapped is None]
         for stream in running:
             stream.cut()
         while True:
             try:
                 self._pass(running, wanted)
             except PoolFull:
-                if self._make_room(idle):
+                if self._make_room(idle) or self._make_room(waiting):
                     continue
                 if len(running) == 1:
                     raise
@@ -508,6 +509,12 @@ class _Batch:
             except PoolFull:
                 if not self._make_room([other for other in self._streams if other is not stream]):
                     raise
+
+    def _alike(self, streams: list[Stream], wanted: Mapping[Stream, Sequence[int]]) -> list[Stream]:
+        """Those with most to feed, and all that have half of that or more: a pass costs as much for each as
+        for the longest, and steps of one token have a faster way."""
+        most = max(len(wanted[stream]) for stream in streams)
+        return [stream for stream in streams if 2 * len(wanted[stream]) >= most]
 
     def _pass(self, running: Sequence[Stream], wanted: Mapping[Stream, Sequence[int]]) -> None:
         rows = {

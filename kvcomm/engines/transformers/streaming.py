@@ -316,7 +316,6 @@ class StreamEngine:
 
     def _write(self, chunk: Chunk, states: torch.Tensor) -> None:
         """What the lanes got, to the paged memory."""
-        lanes, slots, blocks = chunk.written(self.namespace.block_tokens)
-        where = torch.tensor([lanes, slots, blocks], device=states.device)
-        offsets = where[1] % self.namespace.block_tokens
-        self.paged.write(where[2], offsets, states[:, :, where[0], :, where[1]])
+        size = self.namespace.block_tokens
+        lanes, slots, blocks = chunk.written(size, states.device)
+        self.paged.write(blocks, slots % size, states[:, :, lanes, :, slots])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvcomm.block import Buffer
-from kvcomm.namespace import Namespace
+from kvcomm.namespace import DTYPE_BYTES, Namespace
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Session
@@ -21,8 +21,9 @@ class ByteEngine:
         self.namespace = namespace
         self.pool = BlockPool(block_count)
         self.rows_max = rows_max
-        self.memory = np.full((block_count, *namespace.block_shape), 0xAB, np.float32).view(np.uint8)
-        self.memory[:] = 0xAB  # what others left there
+        *shape, head_dim = namespace.block_shape
+        row = head_dim * DTYPE_BYTES[namespace.dtype]
+        self.memory = np.full((block_count, *shape, row), 0xAB, np.uint8)  # what others left there
         self.loads = 0
         self.fed_rows = 0
 

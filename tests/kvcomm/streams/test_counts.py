@@ -7,12 +7,17 @@ from weakref import ref
 
 import pytest
 
+from kvcomm.aio import AsyncClient
+from kvcomm.client import Client
 from kvcomm.errors import Refused
 from kvcomm.metrics import Metrics
+from kvcomm.rpc import AsyncPeers, Peers
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
+from tests.kvcomm.streams.clusters import Cluster
+from tests.kvcomm.test_client import IDENTITY
 from tests.namespaces import namespace
 
 
@@ -126,3 +131,17 @@ def test_several_count_into_the_same_metrics(session: Session):
     for _ in range(2):
         feed(StreamCounts(metrics), (session, [1, 2]))
     assert metrics.snapshot()['kvcomm_streams_rows_total{what="fed"}'] == 4
+
+
+def test_both_faces_of_a_client_count_into_its_metrics():
+    operations = Cluster().operations()
+
+    async def close() -> None:
+        pass
+
+    blocking = Client(operations, Peers(IDENTITY), operations.metrics.snapshot, lambda: None)
+    concurrent = AsyncClient(operations, AsyncPeers(IDENTITY), operations.metrics.snapshot, close)
+    for client in (blocking, concurrent):
+        client.stream_counts().reprefilled(3)
+    assert blocking.metrics() == concurrent.metrics()
+    assert blocking.metrics()['kvcomm_streams_rows_total{what="reprefilled"}'] == 6

@@ -59,6 +59,7 @@ def test_gate_g08_an_event_that_is_dropped_doubled_or_swapped_is_noticed(seed: i
         assert noticed(rollout, events=other)
         # A stage that counts what it has, and passes the digest on.
         assert noticed(rollout, events=other, event_count=len(other))
+    assert noticed(rollout, event_count=len(events) + 1)
     if len(events) > 1:
         one = data.draw(st.integers(0, len(events) - 2))
         swapped = [*events[:one], events[one + 1], events[one], *events[one + 2 :]]

@@ -194,6 +194,19 @@ def test_large_contexts_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     assert taker.generate(other, 9) == maker.generate(session, 9)
 
 
+@pytest.mark.parametrize("steps_taken", range(1, 5))
+def test_an_adoption_that_is_given_up_lets_go_of_its_room(steps_taken: int) -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    run(cluster.sharing().publish(compacted(maker), maker, "planner", "main"))
+    steps = cluster.sharing().adopt(taker, "planner", "main")
+    for _ in range(steps_taken):
+        next(steps)
+    assert taker.pool.free_count < taker.pool.block_count, "it had taken room"
+    steps.close()
+    assert taker.pool.free_count == taker.pool.block_count
+    taker.pool.check()
+
+
 def test_a_session_of_another_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="another engine"):
         run(Cluster().sharing().publish(compacted(engine()), engine(), "planner", "main"))
@@ -396,6 +409,68 @@ def test_forks_in_other_processes_share_inside_the_lineage() -> None:
     assert not {strangers.pool.key_of(block) for block in other.table} & cluster.tier.held.keys()
 
 
+def test_a_prompt_that_another_process_has_read_is_not_computed_again() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine()
+    prompt = list(range(1, 23))
+    session = maker.session()
+    maker.feed([(session, prompt)])
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    other = taker.session()
+    assert run(cluster.sharing().adopt_prefix(other, taker, prompt)) == 20
+    assert taker.feed([(other, prompt[20:])]) == maker.feed([(fresh := maker.session(), prompt)])
+    assert (taker.fed_rows, taker.loads, other.tokens) == (2, 5, fresh.tokens)
+    other.check()
+    for row in (0, 9):
+        changed = [*prompt[:row], 99, *prompt[row + 1 :]]
+        assert run(cluster.sharing().adopt_prefix(taker.session(), taker, changed)) == row // 4 * 4
+    short = taker.session()
+    assert run(cluster.sharing().adopt_prefix(short, taker, prompt[:4])) == 0, "one token is left to compute"
+    taker.feed([(short, prompt[:4])])
+    assert run(cluster.sharing().adopt_prefix(short, taker, prompt[4:13])) == 8
+    taker.feed([(short, prompt[12:13])])
+    assert run(cluster.sharing().adopt_prefix(short, taker, prompt[13:])) == 0, "not inside a block"
+    taker.pool.check()
+
+
+def test_siblings_fetch_what_one_of_them_was_fed_behind_the_cut() -> None:
+    """And nobody else does: same tokens, same rows, another past."""
+    cluster, maker = Cluster(), engine(200)
+    session = maker.session()
+    maker.feed([(session, list(range(1, 25)))])
+    session.evict([(4, 12)])
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    said = list(range(50, 70))
+    maker.feed([(session, said)])
+    run(cluster.sharing().publish(session, maker, "planner", "first sibling"))
+    taker = engine()
+    sibling = adopted(cluster, taker)
+    assert run(cluster.sharing().adopt_prefix(sibling, taker, said)) == 16
+    taker.feed([(sibling, said[16:])])
+    assert (sibling.tokens, taker.fed_rows) == (session.tokens, 4)
+    full = session.full_slots // 4
+    mine = [maker.payload(block) for block in session.table[:full]]
+    assert mine == [taker.payload(block) for block in sibling.table[:full]]
+    stranger = taker.session()
+    taker.feed([(stranger, [2, *range(2, 25)])])
+    stranger.evict([(4, 12)])
+    assert run(cluster.sharing().adopt_prefix(stranger, taker, said)) == 0
+
+
+def test_a_prefix_is_taken_as_far_as_there_is_room() -> None:
+    cluster, maker, taker = Cluster(), engine(), engine(blocks=3)
+    prompt = list(range(1, 26))
+    session = maker.session()
+    maker.feed([(session, prompt)])
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    other = taker.session()
+    assert run(cluster.sharing().adopt_prefix(other, taker, prompt)) == 12
+    assert taker.pool.free_count == 0
+    other.close()
+    assert taker.pool.free_count == 3
+    cluster.tier.held.clear()
+    assert run(cluster.sharing().adopt_prefix(taker.session(), taker, prompt)) == 12, "of its own pool"
+
+
 def test_events_reach_the_journal_of_whoever_goes_on() -> None:
     cluster, maker, taker = Cluster(), engine(), engine()
     session = compacted(maker)
@@ -545,12 +620,15 @@ def test_both_clients_publish_adopt_and_restore() -> None:
         assert kv.bind(namespace(block_tokens=4, vocab_size=100)).id == NAMESPACE.id
         assert kv.archive(maker, bytes_max=0).settle([session])[0].moved
         assert kv.agent("planner").stream("main").publish(session, maker).complete
+        assert kv.adopt_prefix(maker.session(), maker, [99] * 9) == 0
         assert kv.agent("other").stream_of("planner", "main").context().row_count == session.next_row
     expected = maker.generate(session, 9)
 
     async def ask() -> None:
         async with async_client(cluster) as kv:
             taker = engine()
+            prefix = await kv.adopt_prefix(taker.session(), taker, session.tokens)
+            assert prefix == 4, "what was read before the first cut is anybody's"
             stream = kv.agent("other").stream_of("planner", "main")
             assert (await stream.context()).events == tuple(session.events)
             other = await stream.adopt(taker)

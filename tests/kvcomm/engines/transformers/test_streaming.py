@@ -442,3 +442,29 @@ def test_adopted_rows_are_those_that_would_have_been_computed():
     assert second.adopt_prefix(drawn(1, 60)) == 48
     (logits,) = engine.feed([(second, drawn(1, 60)[48:])])
     torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("decode", ["lanes", "pages"])
+def test_a_view_of_the_same_size_is_not_the_same_view(decode):
+    engine = engine_of("qwen3", decode=decode)
+    session = engine.session()
+    engine.feed([(session, drawn(1, 80))])
+    session.evict([(16, 32)], archive=True)
+    engine.feed([(session, drawn(2, 15))])
+    engine.feed([(session, [5])])
+    session.restore(next(iter(session.archive)), 16)
+    session.evict([(48, 64)])
+    (logits,) = engine.feed([(session, [6])])
+    torch.testing.assert_close(logits, replayed(engine.model, session)[-1], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("decode", ["lanes", "pages"])
+def test_blocks_that_are_taken_up_between_feeds_are_attended(decode):
+    engine = engine_of("qwen3", decode=decode)
+    first, second = engine.session(), engine.session()
+    engine.feed([(first, drawn(1, 80))])
+    engine.feed([(second, drawn(1, 80)[:31])])
+    engine.feed([(second, drawn(1, 80)[31:32])])
+    assert second.adopt_prefix(drawn(1, 80)[32:]) == 32
+    (logits,) = engine.feed([(second, [6])])
+    torch.testing.assert_close(logits, replayed(engine.model, second)[-1], atol=CLOSE, rtol=0)
