@@ -93,7 +93,8 @@ def replay(
 
     Raises:
         Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
-            or it has no gradient.
+            it has no gradient, or its mask has no room.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
