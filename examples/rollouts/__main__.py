@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from examples.rollouts import pictures, recall, training
+from examples.rollouts import pictures, recall, tables, training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {"seed": options.seed} | ({} if options.steps is None else {"steps": options.steps})
     lines, picture = (options.out / f"{options.experiment}.{suffix}" for suffix in ("jsonl", "png"))
     if options.experiment == "train":
+        if options.lessons is not None:
+            changes["lessons_max"] = options.lessons
         trained = training.train(replace(training.QUICK if options.quick else training.Settings(), **changes))
-        pictures.draw_training(_kept(trained, lines), picture)
+        records = _kept(trained, lines)
+        pictures.draw_training(records, picture)
+        print(tables.training_table(records))
     else:
         asked = recall.measure(replace(recall.QUICK if options.quick else recall.Settings(), **changes))
-        pictures.draw_recall(_kept(asked, lines), picture)
+        records = _kept(asked, lines)
+        pictures.draw_recall(records, picture)
+        print(tables.recall_table(records))
     print(f"{lines} and {picture}")
     return 0
 
@@ -40,11 +46,16 @@ def _kept(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, Any]]
     found = []
     with path.open("w") as lines:
         for record in records:
+            record = {name: _rounded(value) for name, value in record.items()}
             found.append(record)
             lines.write(json.dumps(record) + "\n")
             lines.flush()
             print(_line(record), flush=True)
     return found
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 _SHOWN = {
@@ -78,6 +89,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("experiment", choices=("train", "recall"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--steps", type=int, metavar="N", help="of training: an arm's, or a condition's")
+    parser.add_argument("--lessons", type=int, metavar="N", help="of teaching before, at most; 0 = none")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="small: does it run at all?")
     return parser.parse_args(arguments)

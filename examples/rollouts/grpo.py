@@ -20,7 +20,7 @@ from kvcomm.streams.rollout import Rollout
 PACK_ROWS_MAX = 320
 """In one forward pass: the dense mask of a pack costs rows squared, so several small ones cost less."""
 EVEN = 1e-4
-"""A group whose rewards are this even teaches nothing."""
+"""Added to a spread: a group whose rewards are all alike teaches nothing, instead of dividing by nothing."""
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:

@@ -81,8 +81,8 @@ class Settings:
     """Of the experiment; each model gets the same."""
 
     conditions: tuple[Condition, ...] = FULL_SET
-    steps: int = 300
-    facts: int = 64
+    steps: int = 200
+    facts: int = 32
     """A step."""
     questions: int = 512
     """Asked of each trained model."""

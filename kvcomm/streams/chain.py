@@ -131,9 +131,7 @@ def chain_of(namespace: Namespace, tokens: Sequence[int], events: Sequence[Event
     """
     chain = Chain(namespace)
     for event in events:
-        if not chain.view.next_row <= event.at_row <= len(tokens):
-            raise Corrupt(f"an event at row {event.at_row} of {len(tokens)}, after row {chain.view.next_row}")
-        chain.feed(tokens[chain.view.next_row : event.at_row])
+        chain.feed(tokens[event.at_row - chain.view.count_before(event, len(tokens)) : event.at_row])
         chain.apply(event)
     chain.feed(tokens[chain.view.next_row :])
     return chain

@@ -1,4 +1,4 @@
-"""``Event`` and ``EventLog``: what changed the view of a rollout, and when.
+"""``Event``: what changed the view of a rollout, and when.
 
 Every token that is ever fed through the model is one **row**, numbered in feeding order; the number is also
 its logical (RoPE) position and never goes back.  The **view** is the ordered list of the rows that the next

@@ -176,6 +176,7 @@ class Sharing:
         Raises:
             NamespaceError: it is of another model or tenant, or the engine's namespace was not bound.
             Corrupt: its keys do not follow from its tokens and events.
+            TooLarge: see ``StreamContext.verify``.
             PoolFull: the engine has no room for all of it; nothing was taken.
             Refused: it is longer than the engine's model reaches.
             And what :meth:`head` raises.

@@ -42,6 +42,13 @@ def test_a_quick_training_leaves_numbers_and_a_picture(tmp_path: Path, threads_o
     assert len(picture) > 10_000
 
 
+def test_a_training_without_lessons_begins_with_the_first_weights(tmp_path: Path, threads_one):
+    assert main(["train", "--quick", "--steps", "1", "--lessons", "0", "--out", str(tmp_path)]) == 0
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [(each["lessons"], each["weights_version"]) for each in records] == [(0, 0)] * 3
+    assert all(each["mismatch_nats"] < 1e-9 for each in records)
+
+
 def test_the_bars_of_a_recall_are_drawn(tmp_path: Path):
     records = [
         {"condition": "KV-streams, 4 kept", "recall": 1.0, "chance": 0.0625},

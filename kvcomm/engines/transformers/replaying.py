@@ -93,34 +93,32 @@ def replay(
 
     Raises:
         Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
-            or it has no gradient.
+            it has no gradient, or its mask has no room.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
     require_maskable(keeping)
     require_compactable(model.config.to_dict())
     _require_masks(model, path, kv_dtype)
-    packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+    done = pass_count(rollouts, path)  # looks at all events before anything runs
     if path == "mask":
-        logits, done = pack_logits(model, packed, kv_dtype), 1
+        packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+        logits = packed.split(pack_logits(model, packed, kv_dtype))
     else:
-        plans = [segments(rollout) for rollout in rollouts]
-        parts = [
-            _segmented(model, rollout, plan, kv_dtype, detach=path == "detached")
-            for rollout, plan in zip(rollouts, plans, strict=True)
-        ]
-        logits, done = torch.cat(parts), sum(map(len, plans))
+        logits = [_segmented(model, each, kv_dtype, detach=path == "detached") for each in rollouts]
     for _ in range(done, passes):
-        logits = logits + 0 * _idle_pass(model)
+        idle = 0 * _idle_pass(model)
+        logits = [own + idle for own in logits]
     return [
         Replayed(rollout, path, own, sampled_log_probabilities(own, rollout.samples))
-        for rollout, own in zip(rollouts, packed.split(logits), strict=True)
+        for rollout, own in zip(rollouts, logits, strict=True)
     ]
 
 
 def pass_count(rollouts: Sequence[Rollout], path: Path) -> int:
     """Forward passes that :func:`replay` takes for them."""
-    return 1 if path == "mask" else sum(len(segments(rollout)) for rollout in rollouts)
+    return 1 if path == "mask" else sum(1 for each in rollouts for _ in segments(each))
 
 
 def pack_logits(model: PreTrainedModel, packed: Pack, kv_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -148,7 +146,6 @@ def _masks(model: PreTrainedModel, packed: Pack) -> dict[str, Any]:
 def _segmented(
     model: PreTrainedModel,
     rollout: Rollout,
-    plan: Sequence[Segment],
     kv_dtype: torch.dtype | None,
     *,
     detach: bool,
@@ -159,7 +156,7 @@ def _segmented(
     queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
     found, order = [], []
-    for segment in plan:
+    for segment in segments(rollout):
         held.keep((*segment.view_rows, *segment.archived_rows), detach=detach)
         cache = held.cache(len(segment.view_rows), kv_dtype)
         rows = torch.arange(segment.first_row, segment.end_row, device=model.device)
@@ -175,6 +172,8 @@ def _segmented(
         held.add(segment, cache)
         found.append(logits)
         order.append(here)
+    if not found:
+        return torch.zeros(0, model.config.get_text_config(decoder=True).vocab_size, device=model.device)
     return torch.cat(found)[torch.cat(order).argsort()]
 
 
@@ -269,9 +268,10 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         raise Unreplayable(
             f"{FLEX!r} has no gradients on a CPU: train there with 'sdpa', or use torch.no_grad()"
         )
-    if kv_dtype is not None and model.training and _checkpoints(model):
+    if (kv_dtype is not None or path != "mask") and model.training and _checkpoints(model):
         raise Unreplayable(
-            "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"
+            "K/V are rounded, and spliced between views, in a cache, which gradient checkpointing does "
+            "without: turn it off, or replay with path='mask' and without kv_dtype"
         )
 
 

@@ -658,9 +658,21 @@ class TestModels:
             assert found.logits.shape == (0, 512)
             assert found.log_probs.shape == (0,)
 
+    @pytest.mark.parametrize("path", [*PATHS, DETACHED])
+    def test_edge_19_a_rollout_without_rows_is_replayed_to_nothing(self, path: Path) -> None:
+        """Alone or beside others, and with a gradient for ranks that wait for each other."""
+        model, other = model_of("qwen3"), told_of("qwen3")["window"].rollout.truncated(60)
+        empty = Rollout.sealed("nothing", bytes(32), 16, (), (), ())
+        for rollouts in ([empty], [other, empty]):
+            found = replay(model, rollouts, path=path, passes=3)
+            assert found[-1].logits.shape == (0, 512)
+            torch.stack([policy_loss(each.log_probs, each.rollout, 1.0) for each in found]).sum().backward()
+            assert all(weight.grad is not None for weight in model.parameters())
+            model.zero_grad(set_to_none=True)
+
     def test_every_view_is_a_segment(self) -> None:
         rollout = told_of("qwen3")["restored"].rollout
-        assert len(segments(rollout)) == 1 + len({event.at_row for event in rollout.events})
+        assert len(list(segments(rollout))) == 1 + len({event.at_row for event in rollout.events})
 
 
 class TestRefusals:
@@ -699,3 +711,12 @@ class TestRefusals:
         getattr(model, new if hasattr(model, new) else old)()
         with pytest.raises(Unreplayable, match="checkpointing"):
             replay(model, [told_of("qwen3")["window"].rollout], kv_dtype=torch.bfloat16)
+
+    @pytest.mark.parametrize("path", ["segmented", DETACHED])
+    def test_segments_and_gradient_checkpointing_exclude_each_other(self, path: Path) -> None:
+        """It drops the cache in which K/V of earlier views are."""
+        model = tiny_model("llama").train()
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)()
+        with pytest.raises(Unreplayable, match="checkpointing"):
+            replay(model, [told_of("qwen3")["window"].rollout], path=path)

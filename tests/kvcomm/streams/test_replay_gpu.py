@@ -1,7 +1,10 @@
 """The same masks compiled, on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch._inductor.config
 
 from kvcomm.engines.transformers.replaying import replay
 from kvcomm.engines.transformers.streaming import StreamEngine
@@ -17,6 +20,13 @@ pytestmark = [
     pytest.mark.timeout(500),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def compiled_here() -> Iterator[None]:
+    """In this process: the compiler's own workers outlive a test."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

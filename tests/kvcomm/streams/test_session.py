@@ -184,6 +184,17 @@ def test_no_more_is_kept_than_was_planned(count: int) -> None:
     session.check()
 
 
+def test_a_sampled_token_of_which_no_row_was_kept_is_still_to_be_fed() -> None:
+    engine, session = started(2)
+    session.sampled(7)
+    session.commit(session.plan([7, 8]), 0)
+    assert session.pending == 7
+    with pytest.raises(ValueError, match="7 was sampled"):
+        session.plan([8])
+    engine.feed(session, [7])
+    assert session.pending is None
+
+
 def test_a_feed_that_failed_never_was() -> None:
     engine, session = started(5)
     before = (list(session.view.rows), session.table[:], engine.pool.free_count)
@@ -381,6 +392,16 @@ def test_ordinary_blocks_have_ordinary_keys() -> None:
     assert session.next_keys([1, 2, 3]) == block_keys(session.namespace, [*session.tokens, 1, 2, 3])[3:]
 
 
+def test_the_next_blocks_are_named_also_while_the_bytes_are_elsewhere() -> None:
+    _, session = started(13)
+    names = session.next_keys([1, 2, 3])
+    session.swap_out()
+    assert session.next_keys([1, 2, 3]) == names
+    session.close()
+    with pytest.raises(Refused, match="closed"):
+        session.next_keys([1, 2, 3])
+
+
 def test_a_pending_token_may_come_from_a_block() -> None:
     engine, first = started(12)
     second = engine.session()
@@ -515,7 +536,7 @@ def test_edge_17_rows_carry_the_weights_that_computed_them() -> None:
     engine.feed(session, [1])
     assert weights_runs(11, session.events) == [(0, Run(0, 6)), (3, Run(6, 4)), (4, Run(10, 1))]
     assert session.events[-1].weights_version == 4
-    for version in (4, -1):
+    for version in (4, -1, 1 << 63):
         with pytest.raises(ValueError, match="no change"):
             session.set_weights(version)
 
