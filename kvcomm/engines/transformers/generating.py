@@ -49,6 +49,9 @@ Stop = Literal["token", "length", "rows"]
 
 PREFILL_ROWS = 512
 
+Adopt = Callable[[Session, Sequence[int]], int]
+"""Begins to feed tokens with blocks that are there; how many rows that gave: ``Session.adopt_prefix``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -252,11 +255,11 @@ class Stream:
             return None
         return self.session.next_keys(tokens[:size])[0]
 
-    def adopt(self, tokens: list[int]) -> list[int]:
-        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+    def adopt(self, tokens: list[int], adopt: Adopt = Session.adopt_prefix) -> list[int]:
+        """Take up the blocks that begin ``tokens``, as far as ``adopt`` finds them; the rest is to be fed."""
         if self.first_key(tokens) is None:
             return tokens
-        count = self.session.adopt_prefix(tokens)
+        count = adopt(self.session, tokens)
         self._read()
         return tokens[count:]
 
@@ -317,6 +320,7 @@ def prefill(
     prompts: Sequence[tuple[Stream, Prompt]],
     *,
     chunk_rows: int = PREFILL_ROWS,
+    adopt: Adopt = Session.adopt_prefix,
 ) -> None:
     """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
     has already, of siblings with the same past, is taken up and not computed; of siblings that begin here
@@ -324,6 +328,8 @@ def prefill(
 
     Args:
         chunk_rows: most rows of a stream in one pass.
+        adopt: where else blocks are looked for: ``lambda session, tokens: kv.adopt_prefix(session, engine,
+            tokens)`` asks the cluster, too.
 
     Raises:
         ValueError: a prompt is empty, or does not fit its stream's markup; a stream stands twice, or its
@@ -342,10 +348,11 @@ def prefill(
             unfed[stream] = stream.admit(prompt)
             starts[stream] = stream.first_key(unfed[stream])
         while unfed:
-            leaders = _first_of_each(unfed, starts)
-            for stream in leaders:
-                batch.bring_in(stream)
-            batch.feed_all({stream: stream.adopt(unfed.pop(stream)) for stream in leaders}, chunk_rows)
+            rest: dict[Stream, list[int]] = {}
+            for stream in _first_of_each(unfed, starts):
+                batch.bring_in(stream)  # the next one may put it out again
+                rest[stream] = stream.adopt(unfed.pop(stream), adopt)
+            batch.feed_all(rest, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
             stream.withdraw()
