@@ -338,6 +338,31 @@ class TestGradients:
             alone += torch.cat([part.flatten() for part in parts])
         assert relative(total, alone) < 1e-4
 
+    def test_gate_g05_samples_without_loss_in_a_pack_are_as_if_they_were_not_there(self) -> None:
+        model, told = model_of("qwen3 sliding"), told_of("qwen3 sliding")
+        samplings = (Sampling(), Sampling(0.7, 20, 0.9), Sampling(0.0))
+        marked, left = [], []
+        for name in ("window", "unpadded"):
+            rollout = told[name].rollout
+            samples = [
+                replace(each, loss=bool(at % 3), sampling=samplings[at % 2 + at % 3 // 2])
+                for at, each in enumerate(rollout.samples)
+            ]
+            marked.append(replace(rollout, samples=tuple(samples)))
+            left.append(replace(rollout, samples=tuple(each for each in samples if each.loss)))
+        marked.append(
+            replace(marked[0], samples=tuple(replace(each, loss=False) for each in marked[0].samples))
+        )
+        gradients = []
+        for rollouts in (marked, left):
+            loss = torch.stack(
+                [policy_loss(each.log_probs, each.rollout, 1.0) for each in replay(model, rollouts)]
+            )
+            assert float(loss.detach()[:2].abs().min()) > 0
+            parts = torch.autograd.grad(loss.sum(), list(model.parameters()))
+            gradients.append(torch.cat([part.flatten() for part in parts]))
+        assert relative(*gradients) < 1e-4
+
     def test_evicted_turns_carry_loss_and_gradient_flows_through_what_they_wrote(self) -> None:
         """Loss on the samples behind the last cut alone reaches embeddings of rows that were cut before."""
         model, rollout = model_of("qwen3"), told_of("qwen3")["window"].rollout
