@@ -155,7 +155,7 @@ def _segmented(
     asked = [sample.query_row for sample in rollout.samples]
     queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
-    found, order = [], []
+    found = []
     for segment in segments(rollout):
         held.keep((*segment.view_rows, *segment.archived_rows), detach=detach)
         cache = held.cache(len(segment.view_rows), kv_dtype)
@@ -170,11 +170,10 @@ def _segmented(
             last=queries[here] - segment.first_row,
         )[0]
         held.add(segment, cache)
-        found.append(logits)
-        order.append(here)
+        found.append(logits)  # in the order of samples: they ascend, as segments do
     if not found:
         return torch.zeros(0, model.config.get_text_config(decoder=True).vocab_size, device=model.device)
-    return torch.cat(found)[torch.cat(order).argsort()]
+    return torch.cat(found)
 
 
 def _segment_masks(model: PreTrainedModel, segment: Segment, rows: torch.Tensor) -> Mapping[str, Any]:
