@@ -434,7 +434,11 @@ class _Reader:
 def newest(contexts: Sequence[StreamContext]) -> StreamContext | None:
     """Of siblings that writers left: the one that extends all others.  ``None`` where they went different
     ways."""
-    longest = max(contexts, key=lambda each: (each.row_count, len(each.events)), default=None)
+    longest = max(
+        contexts,
+        key=lambda each: (each.row_count, len(each.events), each.pending is not None),
+        default=None,
+    )
     if longest is None or not all(longest.extends(each) for each in contexts):
         return None
     return longest

@@ -30,6 +30,7 @@ from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import PoolFull
+from kvcomm.streams.archive import Repeated
 from kvcomm.streams.compactor import Compactor
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.conversation import Conversation, Markup
@@ -119,7 +120,11 @@ class Stream:
         filler_rows = past.filler_rows if past else None
         if markup is not None and self.session.next_row:
             self.conversation = Conversation.resumed(
-                self.session, markup, filler_rows=filler_rows, filler_rows_max=filler_rows_max
+                self.session,
+                markup,
+                filler_rows=filler_rows,
+                repeated_rows=past.repeated_rows if past else (),
+                filler_rows_max=filler_rows_max,
             )
             filler_rows = self.conversation.filler_rows
         elif markup is not None:
@@ -133,7 +138,10 @@ class Stream:
         """Under way."""
         self.finished = False
         """The answer's last row has K/V."""
-        self._finishing = self._cut_due = self._obstacle_told = False
+        self._finishing = self._obstacle_told = False
+        self._cut_due = self.session.pending is not None
+        """Whether rows were fed that the policy was not asked about; a session that is taken over in the
+        middle of an answer may have some."""
         self._generator = torch.Generator().manual_seed(seed)
         self._engine = engine
 
@@ -193,7 +201,15 @@ class Stream:
             archive=archive,
         )
         other.conversation, other._generator = conversation, self._generator
+        other.recorder.filler_rows += conversation.filler_rows
+        other.recorder.repeated_rows += conversation.repeated_rows
         return other
+
+    def repeated(self, again: Repeated) -> None:
+        """``Archive.repeat`` has fed the text of a lost span into this stream, and told its recorder."""
+        if self.conversation is not None:
+            self.conversation.repeated(again.row_count)
+        self.logits, self._cut_due = again.logits, True
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""

@@ -75,7 +75,7 @@ class Relay:
         except BaseException:
             session.close()
             raise
-        stream.recorder.filler_at(restarter.conversation.filler_rows)
+        self._engine.counts.reprefilled(len(carry.tokens) - fed)
         self.rollouts.append(self.stream.rollout())
         self.stream.close()
         self.stream, self._restarter = stream, restarter

@@ -267,6 +267,16 @@ def test_edge_25_a_range_is_cut_where_it_covers_whole_blocks(
     session.check()
 
 
+def test_turns_that_were_named_apart_count_no_more_whatever_the_cut_left_of_them():
+    _, session = stream(200, protect=16)
+    for start, end in ((20, 60), (60, 100), (100, 140), (140, 190)):
+        session.end_turn(start, end)
+    events = Compactor(session, Named([(20, 60), (100, 140)])).after_forward()
+    assert [each for _, each in cuts(events)] == [((32, 48), (112, 128))]
+    assert session.turns == [(44, 84), (108, 158)]
+    session.check()
+
+
 def test_attention_is_asked_for_only_where_a_policy_goes_by_it():
     _, session = stream(16)
     assert Compactor(session, Full()).query_rows is None

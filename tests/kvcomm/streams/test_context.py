@@ -98,6 +98,12 @@ def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
             replace(context, events=late).verify(NAMESPACE)
 
 
+def test_a_token_that_the_model_does_not_have_is_refused_though_it_is_only_pending() -> None:
+    context = context_of(told(8))
+    with pytest.raises(Corrupt, match="a token that its namespace does not have"):
+        replace(context, pending=NAMESPACE.vocab_size).verify(NAMESPACE)
+
+
 def test_a_context_is_of_no_use_to_another_model_or_tenant() -> None:
     context = context_of(told(2))
     for other in (
@@ -188,6 +194,8 @@ def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
     contexts = [context_of(session)]
     session.sampled(5)
     contexts.append(context_of(session))
+    for siblings in (contexts, contexts[::-1]):
+        assert newest(siblings) == contexts[1], "a token was sampled since"
     session.commit(session.plan([5, 6, 7, 8, 9]))
     contexts.append(context_of(session))
     session.evict([(0, 4)])

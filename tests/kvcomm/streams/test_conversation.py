@@ -523,7 +523,8 @@ def test_any_dialogue_ends_in_whole_messages_and_honest_books(size, turns, chunk
 
 def known_to(conversation: Conversation) -> dict[str, object]:
     """What decides what it does next."""
-    names = ("message_count", "filler_rows", "in_message", "text_rows", "_border", "_turn", "_scanned")
+    books = ("message_count", "filler_rows", "repeated_rows", "in_message", "text_rows")
+    names = (*books, "_border", "_turn", "_scanned")
     return {name: copy(getattr(conversation, name)) for name in names}
 
 
@@ -562,6 +563,60 @@ def test_edge_15_a_fork_goes_on_with_the_conversation_from_any_row():
     now = talk.conversation.forked(talk.session.fork(bytes(32)))
     assert known_to(now) == known_to(talk.conversation)
     assert now.session.turns == talk.session.turns
+
+
+def test_edge_15_a_fork_between_a_message_and_its_filler_has_the_turn_too():
+    """Else its rows would be of no turn, and never cut."""
+    talk = Dialogue(WholeTurns(2, 1))
+    talk.admit(talk.message(20), prefix=())
+    talk.turn(10, 7)
+    (turn,) = talk.session.turns
+    ended = max(row for row in range(turn.end) if talk.session.tokens[row] == NEWLINE) + 1
+    assert talk.conversation.filler_rows[-1] == turn.end - 1 >= ended
+    for row in range(ended - 1, turn.end + 1):
+        child = talk.session.fork(bytes(32), at_row=row)
+        conversation = talk.conversation.forked(child)
+        assert child.turns == [(turn.start, row)]
+        assert (conversation.message_count, conversation.in_message) == (3, False)
+        child.check()
+    inside = talk.session.fork(bytes(32), at_row=ended - 2)
+    assert talk.conversation.forked(inside).in_message and inside.turns == []
+
+
+@pytest.mark.parametrize("row_count", [20, 25])
+def test_edge_22_who_reads_a_stream_once_more_takes_repeated_text_for_no_messages(row_count: int):
+    """Adopted, or forked: with an odd number of ends among them, the turns would be other pairs from then
+    on."""
+    talk = Dialogue(Full())
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(2):
+        talk.turn(10, 12)
+    text = talk.session.tokens[40 : 40 + row_count]
+    assert text.count(END) == (1 if row_count == 20 else 2)
+    talk.engine.feed(talk.session, text)
+    talk.conversation.repeated(row_count)
+    again = Conversation.resumed(
+        talk.session,
+        talk.conversation.markup,
+        filler_rows=talk.conversation.filler_rows,
+        repeated_rows=talk.conversation.repeated_rows,
+    )
+    assert known_to(again) == known_to(talk.conversation)
+    before = talk.session.next_row - row_count
+    for row in (talk.session.next_row, talk.session.next_row - 3, before):
+        child = talk.session.fork(bytes(32), at_row=row)
+        forked = talk.conversation.forked(child)
+        assert (forked.message_count, forked.in_message) == (5, False)
+        assert forked.repeated_rows == [*range(before, row)]
+        assert child.turns == [*talk.session.turns[:2], *([(before, row)] if row > before else [])]
+    talk.turn(10, 12)
+    talk.conversation = Conversation.resumed(
+        talk.session, talk.conversation.markup, filler_rows=talk.conversation.filler_rows,
+        repeated_rows=again.repeated_rows,
+    )  # fmt: skip
+    turns = [*talk.session.turns]
+    talk.turn(10, 12)
+    assert talk.session.turns == [*turns, (turns[-1].end, talk.session.slot_count)]
 
 
 def test_rows_that_are_adopted_instead_of_computed_are_read_like_others():

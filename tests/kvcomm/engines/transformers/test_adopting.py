@@ -57,6 +57,52 @@ def assert_same(mine: Answer, theirs: Answer) -> None:
     assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < CLOSE
 
 
+def test_edge_22_a_talk_goes_on_behind_the_text_of_a_lost_span_here_and_where_it_is_adopted() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    stream = Stream(maker, "mine", policy=WholeTurns(4, 1), markup=CHAT, sampling=GREEDY)
+    for turn in range(3):
+        asked = [[*drawn(turn, 20), END, NEWLINE]] * (1 + (turn == 0))
+        answered(maker, stream, Prompt(asked), 9)
+    start, _ = stream.session.turns[0]
+    span = stream.session.evict([(start, start + 32)], archive=True).span
+    rows = stream.session.archive[span].rows
+    text = [stream.session.tokens[row] for row in rows]
+    assert text.count(END) == 1, "one end of a message: read as one, it would shift all turns"
+    archive = Archive(cluster.sharing(), maker, bytes_max=0)
+    stream.repeated(archive.repeat(stream.session, SpanLost(span, rows, rows, True), stream.recorder))
+    assert run(
+        cluster.sharing().publish(stream.session, maker, "planner", "main", recorder=stream.recorder)
+    ).complete
+    other = adopted(cluster, taker, WholeTurns(4, 1), CHAT)
+    for turn in range(3):
+        prompt = Prompt([[*drawn(50 + turn, 23), END, NEWLINE]])
+        assert_same(answered(maker, stream, prompt, 9), answered(taker, other, prompt, 9))
+        assert stream.session.turns == other.session.turns
+    assert stream.session.events[:-1] and stream.session.events == other.session.events
+    mine, theirs = stream.rollout(), other.rollout()
+    assert mine.repeated_rows == theirs.repeated_rows != ()
+    assert mine.filler_rows == theirs.filler_rows
+    report = mismatch(replay(maker.model, [mine]))
+    assert not report.beyond(EXACT), report
+
+
+def test_a_stream_that_is_taken_over_in_the_middle_of_an_answer_is_cut_where_its_maker_s_is() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    policy = WindowFifo(64, 32)
+    stream = Stream(maker, "mine", policy=policy, sampling=GREEDY)
+    prefill(maker, [(stream, Prompt([drawn(1, 65)]))])
+    (answer,) = generate(maker, [stream], 40, stop=())
+    first = answer.tokens[0]
+    begun = maker.session()
+    maker.feed([(begun, drawn(1, 65))])
+    begun.sampled(first)
+    run(cluster.sharing().publish(begun, maker, "planner", "main"))
+    other = adopted(cluster, taker, policy, None)
+    (theirs,) = generate(taker, [other], 39, stop=())
+    assert theirs.tokens == answer.tokens[1:]
+    assert other.session.events == stream.session.events
+
+
 @pytest.mark.parametrize(("kind", "markup"), [("qwen3 sliding", None), ("llama gqa", CHAT)])
 def test_an_adopted_stream_writes_and_cuts_what_its_maker_does(
     kind: StreamModelKind, markup: Markup | None
