@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvcomm.engines.transformers.replaying import Path, Replayed, pack_logits, pass_count, replay
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TokenError
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange
 from kvcomm.streams.mismatch import EXACT, ROUNDED, Mismatch, exact_kl, mismatch
 from kvcomm.streams.model_rules import NotCompactable
@@ -706,6 +706,16 @@ class TestRefusals:
         for keeping in (Keeping(positions="slot"), Keeping(bits=4), Keeping(by_head=True)):
             with pytest.raises(Unreplayable):
                 replay(model_of("qwen3"), [rollout], keeping=keeping)
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_tokens_that_the_model_has_not_are_refused_before_they_reach_a_gpu(self, path: Path) -> None:
+        model, rollout = model_of("qwen3"), told_of("qwen3")["window"].rollout
+        fed = replace(rollout, tokens=(512, *rollout.tokens[1:]))
+        last = rollout.truncated(rollout.samples[-1].query_row + 1)
+        drawn = replace(last, samples=(*last.samples[:-1], replace(last.samples[-1], token=512)))
+        for other in (fed, drawn):
+            with pytest.raises(TokenError, match="512"):
+                replay(model, [rollout, other], path=path)
 
     def test_edge_11_rotations_that_change_with_the_length_are_refused(self) -> None:
         model = tiny_model(
