@@ -212,7 +212,7 @@ def behind_events(rollout: Rollout) -> list[bool]:
         while at < len(moved) and moved[at] <= sample.query_row:
             at, left = at + 1, FIRST_SAMPLES
         found.append(left > 0)
-        left = max(left - 1, 0)
+        left -= 1
     return found
 
 
