@@ -249,6 +249,20 @@ def test_edge_13_swapping_keeps_every_byte(decode):
     session.check()
 
 
+def test_edge_13_prompts_for_streams_that_do_not_fit_together_are_fed_one_after_the_other():
+    told = {}
+    for block_count in (5, 64):
+        engine = engine_of(block_count=block_count)
+        streams = [Stream(engine, name, seed=1) for name in "ab"]
+        for n, stream in enumerate(streams):
+            prefill(engine, [(stream, plain(n, 48))])
+            engine.swap_out(stream.session)
+        prefill(engine, [(stream, plain(5 + n, 30)) for n, stream in enumerate(streams)])
+        told[block_count] = [answer.tokens for answer in generate(engine, streams, 2, stop=())]
+        assert_exact(engine, *(stream.rollout() for stream in streams))
+    assert told[5] == told[64]
+
+
 def test_memory_for_none_is_an_error_and_the_stream_goes_on_later():
     engine = engine_of("llama gqa", 8)
     other = engine.session()
@@ -467,6 +481,8 @@ def test_what_is_refused():
         prefill(engine, [(stream, plain(1, 5))], chunk_rows=0)
     with pytest.raises(ConfigError, match="whole blocks"):
         Stream(engine, "y", policy=WindowFifo(64, 20))
+    with pytest.raises(ConfigError, match="give it a markup"):
+        Stream(engine, "y", policy=WholeTurns(2, 1))
     speaker = Stream(engine, "z", markup=CHAT)
     with pytest.raises(ValueError, match="end-of-message"):
         prefill(engine, [(speaker, plain(1, 5))])
