@@ -327,9 +327,11 @@ def prefill(
             starts[stream] = stream.first_key(unfed[stream])
         while unfed:
             leaders = _first_of_each(unfed, starts)
-            for stream in leaders:
+            rest: dict[Stream, list[int]] = {}
+            for stream in leaders:  # each may send those before it out again
                 batch.bring_in(stream)
-            batch.feed_all({stream: stream.adopt(unfed.pop(stream)) for stream in leaders}, chunk_rows)
+                rest[stream] = stream.adopt(unfed.pop(stream))
+            batch.feed_all(rest, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
             stream.withdraw()

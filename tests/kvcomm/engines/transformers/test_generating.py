@@ -249,6 +249,22 @@ def test_edge_13_swapping_keeps_every_byte(decode):
     session.check()
 
 
+def test_edge_13_prompts_to_streams_that_do_not_fit_together_wait_for_each_other():
+    def written(block_count: int) -> list[list[int]]:
+        engine = engine_of("llama gqa", block_count)
+        streams = [Stream(engine, f"{n}", markup=CHAT, seed=n) for n in range(3)]
+        answers: list[list[int]] = []
+        for turn in range(2):
+            prompts = [Prompt([message(10 * turn + n, 40)], [7, 8]) for n in range(3)]
+            prefill(engine, list(zip(streams, prompts, strict=True)))
+            answers += [answer.tokens for answer in generate(engine, streams, 6, end=END)]
+        assert_exact(engine, *(stream.rollout() for stream in streams))
+        engine.pool.check()
+        return answers
+
+    assert written(9) == written(32)  # a stream has 4 blocks after a turn, and 8 after two
+
+
 def test_memory_for_none_is_an_error_and_the_stream_goes_on_later():
     engine = engine_of("llama gqa", 8)
     other = engine.session()
