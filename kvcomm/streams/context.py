@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
+from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian, token_array
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
@@ -226,11 +226,10 @@ class StreamContext:
             )
         require_bounded(self.row_count, self.events)
         try:
+            token_array(() if self.pending is None else (self.pending,), namespace.vocab_size)
             chain = chain_of(namespace, self.tokens, self.events)
         except TokenError as error:
             raise Corrupt(f"the stream holds a token that its namespace does not have: {error}") from error
-        if self.pending is not None and self.pending >= namespace.vocab_size:
-            raise Corrupt(f"the stream's pending token {self.pending} is none of its namespace")
         if not chain.archived.keys() >= {each.span for each in self.archived}:
             raise Corrupt("the stream's archive does not follow from its tokens and events")
         archived = [chain.archived[each.span] for each in self.archived]

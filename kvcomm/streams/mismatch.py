@@ -206,13 +206,13 @@ def behind_events(rollout: Rollout) -> list[bool]:
     """Whether a sample is one of the first :data:`FIRST_SAMPLES` whose rows ran behind an event that moved
     rows."""
     moved = sorted({event.at_row for event in rollout.events if event.kind in ("evict", "restore")})
-    order = sorted(range(len(rollout.samples)), key=lambda place: rollout.samples[place].query_row)
-    found, at, left = [False] * len(order), 0, 0
-    for place in order:
-        while at < len(moved) and moved[at] <= rollout.samples[place].query_row:
+    found: list[bool] = []
+    at = left = 0
+    for sample in rollout.samples:
+        while at < len(moved) and moved[at] <= sample.query_row:
             at, left = at + 1, FIRST_SAMPLES
-        if left:
-            found[place], left = True, left - 1
+        found.append(left > 0)
+        left -= 1
     return found
 
 

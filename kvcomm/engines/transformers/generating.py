@@ -178,9 +178,12 @@ class Stream:
 
         Raises:
             ValueError: an answer is under way; see ``Session.fork``.
-            PoolFull: no block for a copy of the partial last one.
+            PoolFull: no block for a copy of the partial last one, or none to come back to from where
+                :func:`generate` sent this stream when memory was full.
         """
         self._require_no_answer()
+        if self._engine.keeps(self.session):
+            self._engine.swap_in(self.session)
         digest = hashlib.sha256(name.encode()).digest()
         session = self._engine.fork(self.session, digest, journal=journal, at_row=at_row)
         child = Stream(self._engine, name, sampling=self.sampling, seed=seed, session=session)
@@ -260,6 +263,7 @@ class Stream:
         if self.first_key(tokens) is None:
             return tokens
         count = adopt(self.session, tokens)
+        self._cut_due = count > 0
         self._read()
         return tokens[count:]
 
@@ -501,7 +505,8 @@ class _Batch:
             return []
         self._bring_in_those_that_fit(wanted)
         running = self._alike([stream for stream in wanted if stream.session.swapped is None], wanted)
-        waiting = [stream for stream in wanted if stream not in running]
+        chosen = {*running}
+        waiting = [stream for stream in wanted if stream not in chosen]
         idle = [stream for stream in self._streams if stream not in wanted]
         for stream in running:
             stream.cut()

@@ -36,6 +36,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvcomm.block import token_array
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
 from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.replay import (
@@ -95,12 +96,16 @@ def replay(
         Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
             it has no gradient, or its mask has no room.
         TooLarge: see ``kvcomm.streams.view.require_bounded``.
+        TokenError: a rollout has tokens that the model has not; a GPU would end the process over them.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
     require_maskable(keeping)
     require_compactable(model.config.to_dict())
     _require_masks(model, path, kv_dtype)
+    vocab_size = _vocab_size(model)
+    for each in rollouts:
+        token_array((*each.tokens, *(sample.token for sample in each.samples[-1:])), vocab_size)
     done = pass_count(rollouts, path)  # looks at all events before anything runs
     if path == "mask":
         packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
@@ -155,7 +160,7 @@ def _segmented(
     asked = [sample.query_row for sample in rollout.samples]
     queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
-    found, order = [], []
+    found = []
     for segment in segments(rollout):
         held.keep((*segment.view_rows, *segment.archived_rows), detach=detach)
         cache = held.cache(len(segment.view_rows), kv_dtype)
@@ -170,11 +175,10 @@ def _segmented(
             last=queries[here] - segment.first_row,
         )[0]
         held.add(segment, cache)
-        found.append(logits)
-        order.append(here)
+        found.append(logits)  # in the order of samples: they ascend, as segments do
     if not found:
-        return torch.zeros(0, model.config.get_text_config(decoder=True).vocab_size, device=model.device)
-    return torch.cat(found)[torch.cat(order).argsort()]
+        return torch.zeros(0, _vocab_size(model), device=model.device)
+    return torch.cat(found)
 
 
 def _segment_masks(model: PreTrainedModel, segment: Segment, rows: torch.Tensor) -> Mapping[str, Any]:
@@ -249,6 +253,10 @@ def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
     with _attending(model):
         logits = forward(model, packed.tokens[None], packed.positions[None], _masks(model, packed), last=1)
     return logits.float().mean()
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _attention(model: PreTrainedModel) -> str:

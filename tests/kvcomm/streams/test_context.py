@@ -84,7 +84,6 @@ def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
         {"archived": (context.archived[0]._replace(keys=(other,)), *context.archived[1:])},
         {"archived": (context.archived[0]._replace(span=SpanId(b"s" * 32)), *context.archived[1:])},
         {"archived": (ArchivedSpan(SpanId(bytes(32)), ()), *context.archived)},
-        {"pending": NAMESPACE.vocab_size},
     ):
         with pytest.raises(Corrupt):
             replace(context, **change).verify(NAMESPACE)

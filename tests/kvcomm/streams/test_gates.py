@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvcomm.engines.transformers.replaying import Path, Replayed, pack_logits, pass_count, replay
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TokenError
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange
 from kvcomm.streams.mismatch import EXACT, ROUNDED, Mismatch, exact_kl, mismatch
 from kvcomm.streams.model_rules import NotCompactable
@@ -338,6 +338,31 @@ class TestGradients:
             alone += torch.cat([part.flatten() for part in parts])
         assert relative(total, alone) < 1e-4
 
+    def test_gate_g05_samples_without_loss_in_a_pack_are_as_if_they_were_not_there(self) -> None:
+        model, told = model_of("qwen3 sliding"), told_of("qwen3 sliding")
+        samplings = (Sampling(), Sampling(0.7, 20, 0.9), Sampling(0.0))
+        marked, left = [], []
+        for name in ("window", "unpadded"):
+            rollout = told[name].rollout
+            samples = [
+                replace(each, loss=bool(at % 3), sampling=samplings[at % 2 + at % 3 // 2])
+                for at, each in enumerate(rollout.samples)
+            ]
+            marked.append(replace(rollout, samples=tuple(samples)))
+            left.append(replace(rollout, samples=tuple(each for each in samples if each.loss)))
+        marked.append(
+            replace(marked[0], samples=tuple(replace(each, loss=False) for each in marked[0].samples))
+        )
+        gradients = []
+        for rollouts in (marked, left):
+            loss = torch.stack(
+                [policy_loss(each.log_probs, each.rollout, 1.0) for each in replay(model, rollouts)]
+            )
+            assert float(loss.detach()[:2].abs().min()) > 0
+            parts = torch.autograd.grad(loss.sum(), list(model.parameters()))
+            gradients.append(torch.cat([part.flatten() for part in parts]))
+        assert relative(*gradients) < 1e-4
+
     def test_evicted_turns_carry_loss_and_gradient_flows_through_what_they_wrote(self) -> None:
         """Loss on the samples behind the last cut alone reaches embeddings of rows that were cut before."""
         model, rollout = model_of("qwen3"), told_of("qwen3")["window"].rollout
@@ -472,7 +497,7 @@ class TestRecord:
             yield from windowed(writer, count=120)
             for name, weight in engine.model.state_dict().items():
                 weight.lerp_(told[name], 0.05)
-            writer.session.set_weights(1)
+            engine.set_weights(1, [writer.session])
             token = writer.session.pending
             assert token is not None
             for _ in range(20):
@@ -681,6 +706,16 @@ class TestRefusals:
         for keeping in (Keeping(positions="slot"), Keeping(bits=4), Keeping(by_head=True)):
             with pytest.raises(Unreplayable):
                 replay(model_of("qwen3"), [rollout], keeping=keeping)
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_tokens_that_the_model_has_not_are_refused_before_they_reach_a_gpu(self, path: Path) -> None:
+        model, rollout = model_of("qwen3"), told_of("qwen3")["window"].rollout
+        fed = replace(rollout, tokens=(512, *rollout.tokens[1:]))
+        last = rollout.truncated(rollout.samples[-1].query_row + 1)
+        drawn = replace(last, samples=(*last.samples[:-1], replace(last.samples[-1], token=512)))
+        for other in (fed, drawn):
+            with pytest.raises(TokenError, match="512"):
+                replay(model, [rollout, other], path=path)
 
     def test_edge_11_rotations_that_change_with_the_length_are_refused(self) -> None:
         model = tiny_model(

@@ -258,6 +258,26 @@ def test_a_turn_begins_behind_the_one_before() -> None:
     assert session.turns == [(2, 6)]
 
 
+def test_turns_are_dropped_by_where_they_stand_and_counted() -> None:
+    _, session = started(12)
+    for start, end in ((0, 3), (3, 6), (7, 9)):
+        session.end_turn(start, end)
+    assert session.drop_turns(1, 8) == 1
+    assert session.turns == [(0, 3), (7, 9)]
+    assert session.drop_turns(3, 7) == 0
+    assert session.drop_turns(0, 12) == 2
+    assert session.turns == []
+
+
+def test_what_is_protected_stays_so() -> None:
+    _, session = started(16)
+    for slots, protected in ((5, 8), (3, 8), (0, 8), (9, 12)):
+        session.protect(slots)
+        assert session.protected == protected
+    with pytest.raises(ValueError, match="protected prefix of 12"):
+        session.evict([(8, 12)])
+
+
 # -- faults of other implementations
 
 
