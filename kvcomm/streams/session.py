@@ -330,7 +330,7 @@ class Session:
     def restore(
         self, span: SpanId, insert_at: int | None = None, blocks: Sequence[BlockId] | None = None
     ) -> Event:
-        """Bring archived rows back into view, as they were computed.  Between turns they are one of their own.
+        """Bring archived rows back into view, as they were computed; between turns they are a turn.
 
         Args:
             insert_at: slot on a block border; right behind the protected prefix if not given.
@@ -651,7 +651,7 @@ class Session:
         at, count = event.insert_at, len(self.archive.pop(event.span).rows)
         place = at // self.block_tokens
         self.table[place:place] = blocks
-        # A turn that it comes back into goes on behind it; elsewhere it is one, or nothing would cut it again.
+        # A turn that it comes back into goes on behind it; elsewhere it is one, or nothing cuts it again.
         alone = not any(start < at < end for start, end in self.turns)
         moved = [Turn(start + count * (start >= at), end + count * (end > at)) for start, end in self.turns]
         self.turns = sorted([*moved, Turn(at, at + count)]) if alone else moved
