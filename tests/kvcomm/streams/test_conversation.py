@@ -633,6 +633,10 @@ def test_edge_22_who_reads_a_stream_once_more_takes_repeated_text_for_no_message
         assert (forked.message_count, forked.in_message) == (5, False)
         assert forked.repeated_rows == [*range(before, row)]
         assert child.turns == [*talk.session.turns[:2], *([(before, row)] if row > before else [])]
+    other = talk.engine.session()
+    talk.engine.feed(other, talk.session.tokens)
+    moved = talk.conversation.moved(other, range(talk.session.next_row))
+    assert known_to(moved) == known_to(talk.conversation)
     talk.turn(10, 12)
     talk.conversation = Conversation.resumed(
         talk.session, talk.conversation.markup, filler_rows=talk.conversation.filler_rows,

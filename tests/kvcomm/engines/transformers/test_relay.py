@@ -11,6 +11,8 @@ from kvcomm.engines.transformers.generating import Prompt, Stream, generate, pre
 from kvcomm.engines.transformers.relay import Relay
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.errors import ConfigError, PoolFull
+from kvcomm.streams.archive import Repeated
+from kvcomm.streams.events import SpanId
 from kvcomm.streams.policies.restarts import Reprefill, Summary
 from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.policies.window import WindowFifo
@@ -88,6 +90,26 @@ def test_a_summary_is_sampled_by_the_stream_that_it_sums_up():
     assert second.tokens[32 : 34 + len(summary) + 2] == (*PREFIX, *summary, END, NEWLINE)
     sampled = [each.token for each in first.samples if each.loss]
     assert sampled[3 * 7 :][: len(summary)] == summary, "samples of the stream before, to be trained on"
+
+
+def test_edge_22_text_that_was_read_again_is_still_that_where_the_conversation_moves():
+    engine = engine_of()
+    relay = Relay(engine, begun(engine), Reprefill(WholeTurns(3, 1)))
+    told(relay, engine, range(10, 12))
+    stream = relay.stream
+    text = [*message(40, 9), *message(41, 5), *message(42, 4)]
+    (logits,) = engine.feed([(stream.session, text)])
+    stream.recorder.repeated(len(text))
+    stream.repeated(Repeated(SpanId(bytes(32)), stream.session.next_row - len(text), len(text), logits))
+    assert len(stream.session.turns) == 3
+    told(relay, engine, range(12, 14))
+    first, second, third = relay.all_rollouts()
+    for rollout in (first, second, third):
+        assert [rollout.tokens[row] for row in rollout.repeated_rows] == text
+    assert relay.stream.recorder.text().count(END) == 1 + 2 * 2, (
+        "two turns of two messages are left beside it"
+    )
+    assert_exact(engine, first, second, third)
 
 
 def test_where_memory_does_not_hold_both_the_stream_stays():
