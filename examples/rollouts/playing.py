@@ -13,7 +13,6 @@ from examples.rollouts.voices import Voice
 from kvcomm.engines.transformers.generating import Prompt, Stream
 from kvcomm.engines.transformers.streaming import StreamEngine
 from kvcomm.streams.rollout import Rollout
-from kvcomm.streams.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Stage:
     voice: Voice
     arm: Arm
     draw: Random
-    weights_version: int = 0
 
 
 def play(stage: Stage, episodes: Sequence[Episode], group: int = 1) -> list[Played]:
@@ -69,7 +67,7 @@ def _opened(stage: Stage, episodes: Sequence[Episode], group: int) -> list[list[
     streams = [
         Stream(
             stage.engine, f"{at}/0", policy=stage.arm.policy, markup=MARKUP,
-            seed=stage.draw.getrandbits(32), session=_session(stage),
+            seed=stage.draw.getrandbits(32), session=stage.voice.session(),
         )
         for at in range(len(episodes))
     ]  # fmt: skip
@@ -87,18 +85,11 @@ def _opened(stage: Stage, episodes: Sequence[Episode], group: int) -> list[list[
 
 def _move(stage: Stage, talks: Sequence[Talk]) -> None:
     """Those that begin anew."""
-    carries = [(talk, carry, _session(stage)) for talk in talks if (carry := talk.due()) is not None]
+    carries = [(talk, carry, stage.voice.session()) for talk in talks if (carry := talk.due()) is not None]
     if carries:
         stage.voice.feed([(session, carry.tokens) for _, carry, session in carries])
     for talk, carry, session in carries:
         talk.move(session, carry)
-
-
-def _session(stage: Stage) -> Session:
-    session = stage.voice.session()
-    if stage.weights_version:
-        session.set_weights(stage.weights_version)  # at row 0: all rows are of these weights
-    return session
 
 
 def _played(episode: Episode, talk: Talk) -> Played:

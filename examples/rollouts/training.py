@@ -95,7 +95,9 @@ class _Training:
         for number in range(settings.steps):
             version = lessons + number
             began = self._clock()
-            stage = Stage(self._engine, voice, self._arm, self._draw, version)
+            if version:  # the engine begins with 0
+                self._engine.set_weights(version)
+            stage = Stage(self._engine, voice, self._arm, self._draw)
             played = play(stage, self._episodes(settings.prompts), settings.group)
             generated = self._clock()
             learned = self._learn(played)

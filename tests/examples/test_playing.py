@@ -28,16 +28,22 @@ FULL, CUT, AGAIN = range(3)
 
 @pytest.fixture(scope="module")
 def engine() -> StreamEngine:
+    """With weights of version 7."""
+    engine = new_engine()
+    engine.set_weights(VERSION)
+    return engine
+
+
+def new_engine() -> StreamEngine:
     return StreamEngine(toy_model(VOCAB_SIZE, 0), 256, block_tokens=BLOCK_TOKENS, lanes_max=8)
 
 
 @pytest.fixture(scope="module")
 def played(engine: StreamEngine) -> list[list[Played]]:
-    """By arm: two episodes of five turns, three times each, with weights of version 7."""
+    """By arm: two episodes of five turns, three times each."""
     episodes = draw_episodes(random.Random(0), 2, 5)
     return [
-        play(Stage(engine, Model(engine), arm, random.Random(1), VERSION), episodes, group=3)
-        for arm in arms(3, 2)
+        play(Stage(engine, Model(engine), arm, random.Random(1)), episodes, group=3) for arm in arms(3, 2)
     ]
 
 
@@ -102,7 +108,8 @@ def test_the_replay_is_the_generation_and_without_the_events_it_is_not(played, e
     assert forgot.k3.mean > 1e6 * right.k3.mean
 
 
-def test_a_teacher_writes_the_record_that_the_engine_writes(engine):
+def test_a_teacher_writes_the_record_that_the_engine_writes():
+    engine = new_engine()
     episodes = draw_episodes(random.Random(4), 3, 5)
     for arm in arms(3, 2):
         for each in play(Stage(engine, Teacher(engine.namespace), arm, random.Random(0)), episodes):

@@ -37,6 +37,8 @@ from kvcomm.streams.session import Feed, Session
 ATTENTION = "kvcomm_pages"
 _GRAPHS_MAX = 16
 """Numbers of sessions that are recorded; others are computed launch by launch."""
+_UNRECORDED_MAX = 16
+"""Numbers of sessions whose tables are kept without a recording: each is as long as a session may get."""
 
 
 def decodes_pages(model: PreTrainedModel) -> bool:
@@ -102,10 +104,7 @@ class PagedDecode:
         Returns logits, float32 ``[session, vocab_size]``.
         """
         count = len(planned)
-        steps = self._steps.get(count)
-        if steps is None:
-            steps = _Steps(count, self._block_count_max, self._paged.states.device)
-            self._steps[count] = steps
+        steps = self._steps_of(count)
         for at, (session, feed) in enumerate(planned):
             if not steps.seated(at, session, feed.first_slot):
                 blocks = torch.tensor(feed.blocks, dtype=torch.int32)
@@ -126,6 +125,16 @@ class PagedDecode:
         self._memory = None
 
     # -- inside
+
+    def _steps_of(self, count: int) -> _Steps:
+        steps = self._steps.get(count)
+        if steps is None:
+            unrecorded = [number for number, each in self._steps.items() if each.graph is None]
+            if len(unrecorded) >= _UNRECORDED_MAX:
+                del self._steps[unrecorded[0]]
+            steps = _Steps(count, self._block_count_max, self._paged.states.device)
+            self._steps[count] = steps
+        return steps
 
     def _logits(self, steps: _Steps) -> torch.Tensor:
         steps.done += 1

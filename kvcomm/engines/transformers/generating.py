@@ -29,7 +29,7 @@ from kvcomm.block import BlockKey
 from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import PoolFull
+from kvcomm.errors import ConfigError, PoolFull
 from kvcomm.streams.archive import Repeated
 from kvcomm.streams.compactor import Compactor
 from kvcomm.streams.context import StreamContext
@@ -37,6 +37,7 @@ from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
@@ -47,6 +48,9 @@ Stop = Literal["token", "length", "rows"]
 """Why an answer ended: a stop token; ``max_new_tokens``; the model's length limit (``Session.rows_max``)."""
 
 PREFILL_ROWS = 512
+
+Adopt = Callable[[Session, Sequence[int]], int]
+"""Begins to feed tokens with blocks that are there; how many rows that gave: ``Session.adopt_prefix``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Stream:
         journal: of the new session.
 
     Raises:
-        ConfigError: the policy does not fit the engine's blocks.
+        ConfigError: the policy does not fit the engine's blocks, or needs a markup.
     """
 
     def __init__(
@@ -114,6 +118,10 @@ class Stream:
         journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
+        if isinstance(policy, WholeTurns) and markup is None and not self.session.turns:
+            raise ConfigError(
+                "a policy of whole turns never cuts a stream that knows of none: give it a markup"
+            )
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
@@ -170,9 +178,12 @@ class Stream:
 
         Raises:
             ValueError: an answer is under way; see ``Session.fork``.
-            PoolFull: no block for a copy of the partial last one.
+            PoolFull: no block for a copy of the partial last one, or none to come back to from where
+                :func:`generate` sent this stream when memory was full.
         """
         self._require_no_answer()
+        if self._engine.keeps(self.session):
+            self._engine.swap_in(self.session)
         digest = hashlib.sha256(name.encode()).digest()
         session = self._engine.fork(self.session, digest, journal=journal, at_row=at_row)
         child = Stream(self._engine, name, sampling=self.sampling, seed=seed, session=session)
@@ -191,14 +202,9 @@ class Stream:
             ValueError: an answer is under way.
         """
         self._require_no_answer()
-        policy, archive = self.compactor.policy, self.compactor.archive
-        other = Stream(
-            self._engine,
-            name,
-            policy=policy,
-            sampling=self.sampling,
-            session=conversation.session,
-            archive=archive,
+        other = Stream(self._engine, name, sampling=self.sampling, session=conversation.session)
+        other.compactor = Compactor(
+            conversation.session, self.compactor.policy, archive=self.compactor.archive
         )
         other.conversation, other._generator = conversation, self._generator
         other.recorder.filler_rows += conversation.filler_rows
@@ -252,11 +258,12 @@ class Stream:
             return None
         return self.session.next_keys(tokens[:size])[0]
 
-    def adopt(self, tokens: list[int]) -> list[int]:
-        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+    def adopt(self, tokens: list[int], adopt: Adopt = Session.adopt_prefix) -> list[int]:
+        """Take up the blocks that begin ``tokens``, as far as ``adopt`` finds them; the rest is to be fed."""
         if self.first_key(tokens) is None:
             return tokens
-        count = self.session.adopt_prefix(tokens)
+        count = adopt(self.session, tokens)
+        self._cut_due = count > 0
         self._read()
         return tokens[count:]
 
@@ -317,6 +324,7 @@ def prefill(
     prompts: Sequence[tuple[Stream, Prompt]],
     *,
     chunk_rows: int = PREFILL_ROWS,
+    adopt: Adopt = Session.adopt_prefix,
 ) -> None:
     """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
     has already, of siblings with the same past, is taken up and not computed; of siblings that begin here
@@ -324,6 +332,8 @@ def prefill(
 
     Args:
         chunk_rows: most rows of a stream in one pass.
+        adopt: where else blocks are looked for: ``lambda session, tokens: kv.adopt_prefix(session, engine,
+            tokens)`` asks the cluster, too.
 
     Raises:
         ValueError: a prompt is empty, or does not fit its stream's markup; a stream stands twice, or its
@@ -342,10 +352,11 @@ def prefill(
             unfed[stream] = stream.admit(prompt)
             starts[stream] = stream.first_key(unfed[stream])
         while unfed:
-            leaders = _first_of_each(unfed, starts)
-            for stream in leaders:
-                batch.bring_in(stream)
-            batch.feed_all({stream: stream.adopt(unfed.pop(stream)) for stream in leaders}, chunk_rows)
+            rest: dict[Stream, list[int]] = {}
+            for stream in _first_of_each(unfed, starts):
+                batch.bring_in(stream)  # the next one may put it out again
+                rest[stream] = stream.adopt(unfed.pop(stream), adopt)
+            batch.feed_all(rest, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
             stream.withdraw()
@@ -494,7 +505,8 @@ class _Batch:
             return []
         self._bring_in_those_that_fit(wanted)
         running = self._alike([stream for stream in wanted if stream.session.swapped is None], wanted)
-        waiting = [stream for stream in wanted if stream not in running]
+        chosen = {*running}
+        waiting = [stream for stream in wanted if stream not in chosen]
         idle = [stream for stream in self._streams if stream not in wanted]
         for stream in running:
             stream.cut()

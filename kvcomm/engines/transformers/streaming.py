@@ -113,28 +113,24 @@ class StreamEngine:
         session = Session.recovered(
             self.pool, self.namespace, tokens, events, rows_max=self.rows_max, journal=journal
         )
-        if session.view.weights_version != self.weights_version:
-            raise Refused(
-                f"the stream was written with weights {session.view.weights_version}, and these are "
-                f"{self.weights_version}: it would not go on as it would have; take it over with an engine "
-                "of its weights"
-            )
+        self._require_these_weights(session)
         self.counts.watch(session)
         return session
 
     def set_weights(self, version: int, sessions: Iterable[Session] = ()) -> None:
         """The model's weights were changed in place: rows of ``sessions`` go on under them, over the K/V of
-        the old ones, and new sessions share no block with older weights.  Other open sessions must not be
-        fed any more.
+        the old ones, and new sessions share no block with older weights.  Other open sessions are not fed
+        any more.
 
         Raises:
             ValueError: no version, or the one in force.
-            Refused: a session is closed or swapped out; those before it have changed.
+            Refused: a session is closed or swapped out; those before it have changed, and may be given again.
         """
         if version < 1 or version == self.weights_version:
             raise ValueError(f"weights {version} after {self.weights_version}: that is no change")
         for session in sessions:
-            session.set_weights(version)
+            if session.view.weights_version != version:
+                session.set_weights(version)
         self.weights_version = version
         if self._decode is not None:
             self._decode.forget()
@@ -149,6 +145,7 @@ class StreamEngine:
 
         Raises:
             ValueError: the model is in training mode, a session stands twice, or is of another engine.
+            Refused: a session was written with other weights; see :meth:`set_weights`.
         """
         with self._planned(feeds) as planned:
             logits = self._computed(planned, watch, last=1) if planned else []
@@ -218,6 +215,8 @@ class StreamEngine:
         """
         payloads = [self.payload(block) for block in session.table]
         session.swap_out()
+        for closed in [each for each in self._swapped if each.closed]:  # nobody will ask for their bytes
+            del self._swapped[closed]
         self.lanes.leave(session)
         self._swapped[session] = payloads
 
@@ -234,6 +233,10 @@ class StreamEngine:
         session.swap_in(lambda place, block: self.load(block, payloads[place]))
         del self._swapped[session]
 
+    def keeps(self, session: Session) -> bool:
+        """Whether it is swapped out, and its bytes are here."""
+        return session in self._swapped
+
     # -- inside
 
     @contextmanager
@@ -247,6 +250,8 @@ class StreamEngine:
             )
         if any(session.pool is not self.pool for session, _ in feeds):
             raise ValueError("a session of another engine: its blocks are not in this memory")
+        for session, _ in feeds:
+            self._require_these_weights(session)
         planned: list[tuple[Session, Feed]] = []
         try:
             for session, tokens in feeds:
@@ -255,6 +260,15 @@ class StreamEngine:
         finally:
             for session, feed in planned:
                 session.abandon(feed)
+
+    def _require_these_weights(self, session: Session) -> None:
+        written = session.view.weights_version
+        if written != self.weights_version:
+            raise Refused(
+                f"the stream was written with weights {written}, and these are {self.weights_version}: its "
+                "record would say that they computed what follows; give it to set_weights, or go on with an "
+                "engine of its weights"
+            )
 
     def _computed(
         self, planned: Sequence[tuple[Session, Feed]], watch: Watch | None, last: int

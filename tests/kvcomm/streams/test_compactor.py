@@ -312,13 +312,18 @@ def test_edge_15_a_fork_knows_what_its_blocks_are_worth():
     compactor.observe([1.0 if slot // 16 != 3 else 0.1 for slot in range(96)], 96)
     child = session.fork(bytes(32))
     forked = compactor.forked(child)
-    assert [each for _, each in cuts(forked.after_forward())] == [((48, 64),)]
-    assert [each for _, each in cuts(compactor.after_forward())] == [((48, 64),)]
+    known = compactor.look("forward").scores
+    assert forked.look("forward").scores == known and any(known)
     engine.feed(child, [1])
-    forked.observe([0.0] * 81, 1)
-    earlier = session.fork(bytes(32), at_row=96)
+    forked.observe([9.0] * 97, 1)
+    assert compactor.look("forward").scores == known, "what a child's blocks get is its own"
+    engine.feed(session, [2])
+    earlier = compactor.forked(session.fork(bytes(32), at_row=96))
+    assert not any(earlier.look("forward").scores), "some of what is known came of rows that it does not have"
+    assert [each for _, each in cuts(compactor.after_forward())] == [((48, 64),)]
+    assert [each for _, each in cuts(forked.after_forward())] == [((48, 64),)]
     compactor.stop()
-    assert compactor.forked(earlier).stopped
+    assert compactor.forked(session.fork(bytes(32))).stopped
 
 
 def test_a_policy_that_begins_new_streams_is_not_taken_for_one_that_cuts():

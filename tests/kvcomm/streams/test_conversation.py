@@ -338,6 +338,13 @@ def test_where_the_model_s_rows_end_the_text_goes_before_filler():
     assert talk.session.turns == [(32, 58)]
 
 
+def test_where_the_model_s_rows_end_no_filler_takes_the_room_of_what_is_still_to_be_fed():
+    messages = [Dialogue(Full()).message(20)] * 2
+    for rows_max, filler in ((46, 0), (49, 0), (50, 4), (55, 4), (56, 10), (66, 20)):
+        chunk = Dialogue(Full(), rows_max=rows_max).conversation.admit(messages, PREFIX)
+        assert (len(chunk.tokens), len(chunk.filler)) == (46 + filler, filler)
+
+
 def test_where_no_row_is_left_the_last_token_stays_without_kv():
     talk = Dialogue(Full(), rows_max=51)
     talk.admit(talk.message(20), talk.message(5))
@@ -371,8 +378,8 @@ def test_the_layout_of_a_conversation_depends_on_nothing_else():
 
 def test_the_first_message_is_protected_before_a_window_can_cut_it():
     talk = Dialogue(WindowFifo(160, 64), chunk=48)
-    talk.admit(talk.message(150))
-    assert talk.session.protected == 160
+    talk.admit(talk.message(250))
+    assert talk.session.protected == 256
     assert talk.session.events == []
 
 

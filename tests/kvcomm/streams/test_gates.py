@@ -497,7 +497,7 @@ class TestRecord:
             yield from windowed(writer, count=120)
             for name, weight in engine.model.state_dict().items():
                 weight.lerp_(told[name], 0.05)
-            writer.session.set_weights(1)
+            engine.set_weights(1, [writer.session])
             token = writer.session.pending
             assert token is not None
             for _ in range(20):

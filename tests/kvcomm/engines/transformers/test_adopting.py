@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvcomm.engines.transformers.generating import Answer, Prompt, Stream, generate, prefill
@@ -84,6 +86,28 @@ def test_edge_22_a_talk_goes_on_behind_the_text_of_a_lost_span_here_and_where_it
     assert mine.filler_rows == theirs.filler_rows
     report = mismatch(replay(maker.model, [mine]))
     assert not report.beyond(EXACT), report
+
+
+def test_a_prompt_is_taken_from_the_cluster_as_far_as_anybody_has_read_it() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    system, question = [*drawn(1, 40), END, NEWLINE], [*drawn(2, 30), END, NEWLINE]
+    stream = Stream(maker, "mine", markup=CHAT, sampling=GREEDY)
+    mine = answered(maker, stream, Prompt([system, question]), 9)
+    run(cluster.sharing().publish(stream.session, maker, "planner", "main"))
+    other = Stream(taker, "theirs", markup=CHAT, sampling=GREEDY)
+    gave: list[int] = []
+
+    def adopt(session: Session, tokens: Sequence[int]) -> int:
+        gave.append(run(cluster.sharing().adopt_prefix(session, taker, tokens)))
+        return gave[-1]
+
+    prefill(taker, [(other, Prompt([system, question], [7]))], adopt=adopt)
+    assert gave == [48 + 32] and other.session.next_row == 81
+    assert other.rollout().filler_rows == stream.rollout().filler_rows[:6]
+    third = Stream(taker, "third", markup=CHAT, sampling=GREEDY)
+    prefill(taker, [(third, Prompt([system, question]))], adopt=adopt)
+    (theirs,) = generate(taker, [third], 9, stop=(), end=END)
+    assert_same(theirs, mine)
 
 
 def test_a_stream_that_is_taken_over_in_the_middle_of_an_answer_is_cut_where_its_maker_s_is() -> None:

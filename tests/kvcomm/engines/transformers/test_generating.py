@@ -249,6 +249,47 @@ def test_edge_13_swapping_keeps_every_byte(decode):
     session.check()
 
 
+def test_edge_13_prompts_to_streams_that_do_not_fit_together_wait_for_each_other():
+    def written(block_count: int) -> list[list[int]]:
+        engine = engine_of("llama gqa", block_count)
+        streams = [Stream(engine, f"{n}", markup=CHAT, seed=n) for n in range(3)]
+        answers: list[list[int]] = []
+        for turn in range(2):
+            prompts = [Prompt([message(10 * turn + n, 40)], [7, 8]) for n in range(3)]
+            prefill(engine, list(zip(streams, prompts, strict=True)))
+            answers += [answer.tokens for answer in generate(engine, streams, 6, end=END)]
+        assert_exact(engine, *(stream.rollout() for stream in streams))
+        engine.pool.check()
+        return answers
+
+    assert written(9) == written(32)  # a stream has 4 blocks after a turn, and 8 after two
+
+
+def test_edge_15_a_stream_that_gave_way_comes_back_to_be_forked():
+    engine = engine_of("llama gqa", 6)
+    first, last = streams = [Stream(engine, f"{n}", seed=n) for n in range(2)]
+    prefill(engine, [(stream, plain(n, 36)) for n, stream in enumerate(streams)])
+    generate(engine, streams, 20, stop=())
+    away = last if last.session.swapped is not None else first
+    assert away.session.swapped is not None, "four blocks each do not fit into six"
+    (first if away is last else last).close()
+    child = away.fork("child", seed=3)
+    generate(engine, [child], 5, stop=())
+    assert child.session.tokens[:56] == away.session.tokens
+    assert_exact(engine, child.rollout())
+
+
+def test_blocks_that_were_taken_up_count_for_the_next_cut():
+    engine = engine_of("qwen3")
+    prompt = plain(1, 150)
+    leader, sibling = (Stream(engine, name, policy=WINDOW) for name in "ab")
+    for stream in (leader, sibling):
+        prefill(engine, [(stream, prompt)], chunk_rows=96)
+    assert [event.at_row for event in leader.session.events] == [96]
+    assert sibling.session.events == leader.session.events
+    assert sibling.session.view.rows == leader.session.view.rows
+
+
 def test_memory_for_none_is_an_error_and_the_stream_goes_on_later():
     engine = engine_of("llama gqa", 8)
     other = engine.session()
@@ -467,6 +508,8 @@ def test_what_is_refused():
         prefill(engine, [(stream, plain(1, 5))], chunk_rows=0)
     with pytest.raises(ConfigError, match="whole blocks"):
         Stream(engine, "y", policy=WindowFifo(64, 20))
+    with pytest.raises(ConfigError, match="give it a markup"):
+        Stream(engine, "y", policy=WholeTurns(2, 1))
     speaker = Stream(engine, "z", markup=CHAT)
     with pytest.raises(ValueError, match="end-of-message"):
         prefill(engine, [(speaker, plain(1, 5))])

@@ -16,7 +16,7 @@ from kvcomm.engines.transformers import namespace_of
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
 from kvcomm.engines.transformers.replaying import replay
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import PoolFull
+from kvcomm.errors import PoolFull, Refused
 from kvcomm.metrics import Metrics
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.model_rules import NotCompactable
@@ -433,6 +433,33 @@ def test_edge_17_new_weights_are_an_event_and_no_block_is_shared_with_old_ones()
     assert sibling.adopt_prefix(drawn(1, 40)) == 32
     with pytest.raises(ValueError, match="no change"):
         engine.set_weights(1)
+
+
+def test_edge_17_a_session_that_was_not_told_of_new_weights_is_not_fed():
+    engine = engine_of("llama gqa")
+    told, forgotten, away = (engine.session() for _ in range(3))
+    engine.feed([(session, drawn(1, 20)) for session in (told, forgotten, away)])
+    engine.swap_out(away)
+    with pytest.raises(Refused, match="swap it in"):
+        engine.set_weights(1, [told, away])
+    engine.swap_in(away)
+    engine.set_weights(1, [told, away])
+    with pytest.raises(Refused, match="weights 0, and these are 1"):
+        engine.feed([(told, [5]), (forgotten, [5])])
+    engine.feed([(told, [5]), (away, [5])])
+    assert [len(each.events) for each in (told, forgotten, away)] == [1, 0, 1]
+    assert forgotten.next_row == 20
+
+
+def test_bytes_of_a_session_that_was_closed_elsewhere_are_not_kept():
+    engine = engine_of("llama gqa")
+    gone, next_one = engine.session(), engine.session()
+    engine.feed([(gone, drawn(1, 20)), (next_one, drawn(2, 20))])
+    engine.swap_out(gone)
+    assert engine.keeps(gone)
+    gone.close()
+    engine.swap_out(next_one)
+    assert engine.keeps(next_one) and not engine.keeps(gone)
 
 
 def test_adopted_rows_are_those_that_would_have_been_computed():
