@@ -170,6 +170,7 @@ class Session:
         session.swap_out()
         for span in session.archive:
             session.drop_archived(span, moved=True)
+        session.turns = []
         session.pool, session.journal = pool, journal
         return session
 
@@ -329,7 +330,7 @@ class Session:
     def restore(
         self, span: SpanId, insert_at: int | None = None, blocks: Sequence[BlockId] | None = None
     ) -> Event:
-        """Bring archived rows back into view, as they were computed.
+        """Bring archived rows back into view, as they were computed; between turns they are a turn.
 
         Args:
             insert_at: slot on a block border; right behind the protected prefix if not given.
@@ -647,13 +648,13 @@ class Session:
         self.turns = _shifted(self.turns, event.ranges)
 
     def _splice_in(self, event: Event, blocks: Sequence[BlockId]) -> None:
-        place, count = event.insert_at // self.block_tokens, len(self.archive.pop(event.span).rows)
+        at, count = event.insert_at, len(self.archive.pop(event.span).rows)
+        place = at // self.block_tokens
         self.table[place:place] = blocks
-        # A turn that it comes back into goes on behind it.
-        self.turns = [
-            Turn(start + count * (start >= event.insert_at), end + count * (end > event.insert_at))
-            for start, end in self.turns
-        ]
+        # A turn that it comes back into goes on behind it; elsewhere it is one, or nothing cuts it again.
+        alone = not any(start < at < end for start, end in self.turns)
+        moved = [Turn(start + count * (start >= at), end + count * (end > at)) for start, end in self.turns]
+        self.turns = sorted([*moved, Turn(at, at + count)]) if alone else moved
 
     def _end_plan(self, feed: Feed) -> None:
         if self._planned is not feed:

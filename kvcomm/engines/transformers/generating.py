@@ -451,9 +451,12 @@ class _Limits:
 
     def _stop_at_limit(self, stream: Stream) -> None:
         answer, session = stream.answer, stream.session
-        if answer is None or answer.stop is not None or session.pending is not None:
+        if answer is None or answer.stop is not None:
             return
-        if len(answer.tokens) >= self.max_new_tokens:
+        if session.pending is not None:
+            if session.pending in self._stops(stream):  # who drew it did not come to finish
+                answer.stop = "token"
+        elif len(answer.tokens) >= self.max_new_tokens:
             answer.stop = "length"
         elif session.next_row >= session.rows_max:  # a token without a row would never have K/V
             answer.stop = "rows"

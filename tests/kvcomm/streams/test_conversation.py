@@ -390,6 +390,23 @@ def test_a_chunk_may_end_between_an_end_and_what_belongs_to_it():
         assert talk.session.turns == [(32, 80)]
 
 
+def test_a_turn_that_is_brought_back_is_cut_again_in_its_order():
+    """Of no turn, it would stay for good, and every restore would make the view longer."""
+    talk = Dialogue(WholeTurns(3, 1))
+    talk.compactor.archive = True
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(4):
+        talk.turn(10, 12)
+    (cut,) = talk.session.events
+    rows = talk.session.archive[cut.span].rows
+    talk.session.restore(cut.span)
+    assert talk.session.turns[0] == (32, 32 + len(rows)) and len(talk.session.turns) == 4
+    talk.turn(10, 12)
+    assert len(talk.session.turns) == 3
+    assert not {*rows} & {*talk.session.view.rows}
+    talk.session.check()
+
+
 def test_edge_22_text_that_is_read_again_makes_no_messages_and_is_a_turn_of_its_own():
     talk = Dialogue(WholeTurns(2, 1))
     talk.admit(talk.message(20), prefix=())

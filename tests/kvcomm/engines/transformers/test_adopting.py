@@ -127,6 +127,19 @@ def test_a_stream_that_is_taken_over_in_the_middle_of_an_answer_is_cut_where_its
     assert other.session.events == stream.session.events
 
 
+def test_an_answer_whose_end_was_drawn_before_it_was_taken_over_is_finished_and_not_gone_on_with() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    stream = Stream(maker, "mine", markup=CHAT, sampling=GREEDY)
+    prefill(maker, [(stream, Prompt([[*drawn(n, 20), END, NEWLINE] for n in range(2)], [7]))])
+    stream.session.sampled(END)
+    run(cluster.sharing().publish(stream.session, maker, "planner", "main", recorder=stream.recorder))
+    other = adopted(cluster, taker, WholeTurns(2, 1), CHAT)
+    (answer,) = generate(taker, [other], 9)
+    assert (answer.tokens, answer.stop) == ([], "token")
+    assert other.session.turns == [(32, 80)] and other.session.tokens[65:67] == [END, NEWLINE]
+    assert other.session.pending is None and answer.filler_count == 13
+
+
 @pytest.mark.parametrize(("kind", "markup"), [("qwen3 sliding", None), ("llama gqa", CHAT)])
 def test_an_adopted_stream_writes_and_cuts_what_its_maker_does(
     kind: StreamModelKind, markup: Markup | None
