@@ -55,7 +55,7 @@ class Chain:
     @property
     def tail(self) -> ChainBlock | None:
         """The partial last block."""
-        rows = tuple(self.view.rows[self._full_slots :])
+        rows = tuple(self.view.rows_from(self._full_slots))
         if not rows:
             return None
         key = tail_key(self.namespace, self._tip, self.lineage, [self.tokens[row] for row in rows], rows)
@@ -73,8 +73,7 @@ class Chain:
         self.history.feed(fed, self.namespace.vocab_size)
         self.tokens += fed
         self.view.feed(len(fed))
-        size, first = self.namespace.block_tokens, self._full_slots
-        rows = self.view.rows[first : self.view.slot_count // size * size]
+        size, rows = self.namespace.block_tokens, self.view.rows_from(self._full_slots)
         ids = [self.tokens[row] for row in rows]
         parent = self._tip
         keys = block_keys(self.namespace, ids, parent=parent, positions=rows, lineage=self.lineage)

@@ -14,9 +14,11 @@ moves, not those that stay.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 
 from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams.events import (
@@ -156,7 +158,7 @@ class View:
         if span in self.archived:
             raise Corrupt("a span is archived already")
         kept, gone = _divided(self.runs, chain.from_iterable(ranges))
-        return joined(kept), run_rows(gone)
+        return kept, run_rows(gone)
 
     def _with(self, span: SpanId, insert_at: int) -> tuple[list[Run], array[int]]:
         back = self.archived.get(span)
@@ -164,25 +166,46 @@ class View:
             raise Corrupt("a restore of rows that were not archived, or are back already")
         if insert_at > self.slot_count:
             raise Corrupt(f"a restore at slot {insert_at} of a view of {self.slot_count}")
-        before, after = _divided(self.runs, [insert_at])
-        return joined(chain(before, row_runs(back), after)), back
+        runs, after = _divided(self.runs, [insert_at])
+        _append(runs, row_runs(back))
+        _append(runs, after)
+        return runs, back
 
 
 def _divided(runs: Sequence[Run], borders: Iterable[int]) -> tuple[list[Run], list[Run]]:
     """The runs of the stretches between ``borders``, which are slots in ascending order: every other stretch
-    from the first on, and the others."""
+    from the first on, and the others.  Joined, as ``runs`` are.
+
+    What lies between two borders is taken at once: a view of scattered blocks has thousands of runs, of which
+    an event moves few.
+    """
+    ends = list(accumulate(map(itemgetter(1), runs)))
+    stretches = pairwise((0, *borders, *ends[-1:]))
     parts: tuple[list[Run], list[Run]] = [], []
-    slot, into, left = 0, 0, iter(borders)
-    border = next(left, None)
-    for first, length in runs:
-        end = slot + length
-        while border is not None and border < end:
-            parts[into].append(Run(first, border - slot))
-            first, slot = first + border - slot, border
-            into, border = 1 - into, next(left, None)
-        parts[into].append(Run(first, end - slot))
-        slot = end
+    for at, (start, end) in enumerate(stretches):
+        _append(parts[at % 2], _between(runs, ends, start, end))
     return parts
+
+
+def _between(runs: Sequence[Run], ends: Sequence[int], start: int, end: int) -> list[Run]:
+    """The runs of the slots ``[start, end)``; run ``i`` ends at slot ``ends[i]``."""
+    if start >= end:
+        return []
+    at, last = bisect_right(ends, start), bisect_left(ends, end)
+    found = list(runs[at : last + 1])
+    first, length = found[-1]
+    found[-1] = Run(first, length - (ends[last] - end))
+    first, length = found[0]
+    before = start - (ends[at] - runs[at].length)
+    found[0] = Run(first + before, length - before)
+    return found
+
+
+def _append(runs: list[Run], more: Sequence[Run]) -> None:
+    """Both are joined, and ``runs`` is afterwards."""
+    seam = joined((*runs[-1:], *more[:1]))
+    runs[-1:] = seam
+    runs += more[1:]
 
 
 def _tail(runs: Sequence[Run], count: int) -> list[Run]:

@@ -796,3 +796,18 @@ def test_a_cut_costs_the_table_and_not_the_rows() -> None:
         costs.append(lines_and_bytes(lambda: session.evict([(16, 528)])))  # noqa: B023
     assert costs[0][0] == costs[1][0]
     assert costs[1][1] < costs[0][1] + 4 * 8 * (64_000 // 16)
+
+
+def test_an_event_in_a_scattered_view_costs_what_it_moves() -> None:
+    """Every other block is gone, so each of the others is a run of its own."""
+    costs = []
+    for block_count in (40, 4_000):
+        session = Session(BlockPool(5_000), namespace(block_tokens=4), rows_max=100_000)
+        session.commit(session.plan([1] * (4 * block_count)))
+        session.evict([(place, place + 4) for place in range(4, 4 * block_count, 8)])
+        assert len(session.view.runs) == block_count // 2
+        cut, spans = [(12, 16), (20, 24)], []
+        lines = [lines_and_bytes(lambda: spans.append(session.evict(cut, archive=True).span))[0]]  # noqa: B023
+        lines.append(lines_and_bytes(lambda: session.restore(spans[0], 8))[0])  # noqa: B023
+        costs.append(lines)
+    assert costs[0] == costs[1]

@@ -68,6 +68,20 @@ def test_a_view_in_runs_is_the_list_of_its_rows(data: st.DataObject) -> None:
     assert list(view.rows) == rows
 
 
+def test_rows_that_a_cut_brings_together_are_one_run() -> None:
+    view = fed(12)
+    happened(view, Event("evict", 12, (SlotRange(4, 8),), SPAN))
+    happened(view, Event("restore", 12, span=SPAN, insert_at=8))
+    assert view.runs == [Run(0, 4), Run(8, 4), Run(4, 4)]
+    happened(view, Event("evict", 12, (SlotRange(4, 8),), SPAN))
+    assert view.runs == [Run(0, 8)]
+    happened(view, Event("restore", 12, span=SPAN, insert_at=8))
+    assert view.runs == [Run(0, 12)]
+    happened(view, Event("evict", 12, (SlotRange(0, 4), SlotRange(8, 12)), SPAN))
+    happened(view, Event("restore", 12, span=SPAN, insert_at=0))
+    assert view.runs == [Run(0, 4), Run(8, 4), Run(4, 4)]
+
+
 IMPOSSIBLE: dict[str, Event] = {
     "row": Event("evict", 7, (SlotRange(0, 4),)),
     "slot": Event("evict", 8, (SlotRange(4, 12),)),

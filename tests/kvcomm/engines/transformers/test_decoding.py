@@ -90,19 +90,36 @@ def test_a_fork_and_its_parent_write_their_own_blocks():
 
 
 def test_a_session_that_was_swapped_out_finds_its_blocks_where_they_are_now():
-    engine = engine_of("llama gqa", decode="pages")
-    session, other = engine.session(), engine.session()
+    engine = engine_of("llama gqa", block_count=8, decode="pages")
+    session, other, another = (engine.session() for _ in range(3))
     engine.feed([(session, drawn(1, 47))])
     steps(engine, [session], 2, 1)
-    payloads = [bytes(engine.payload(block)) for block in session.table]
+    before = session.table
+    payloads = [bytes(engine.payload(block)) for block in before]
     session.swap_out()
-    engine.feed([(other, drawn(3, 500))])
+    engine.feed([(other, drawn(3, 8 * 16))])  # every block is written over
+    other.close()
+    engine.feed([(another, drawn(4, 5))])
 
     def load(place: int, block: BlockId) -> None:
         engine.load(block, payloads[place])
 
     session.swap_in(load)
+    assert session.table != before
     (logits,) = steps(engine, [session], 4, 3)
+    as_replayed(engine, session, logits)
+
+
+def test_a_step_of_another_that_failed_leaves_its_table_to_nobody(monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of("llama gqa", decode="pages")
+    session, other = engine.session(), engine.session()
+    engine.feed([(session, drawn(1, 30)), (other, drawn(2, 50))])
+    steps(engine, [session], 2, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", failing)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.feed([(other, [5])])
+    (logits,) = steps(engine, [session], 5, 2)
     as_replayed(engine, session, logits)
 
 

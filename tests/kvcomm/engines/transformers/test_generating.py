@@ -474,6 +474,24 @@ def test_steps_over_pages_write_what_steps_over_lanes_write():
     assert answers[0] == answers[1]
 
 
+def test_a_short_prompt_is_not_computed_beside_a_long_one(monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of()
+    streams = [Stream(engine, f"{n}") for n in range(3)]
+    passes: list[list[int]] = []
+    feed = engine.feed
+
+    def spied(feeds: Any, **settings: Any) -> list[torch.Tensor]:
+        passes.append([len(tokens) for _, tokens in feeds])
+        return feed(feeds, **settings)
+
+    monkeypatch.setattr(engine, "feed", spied)
+    prompts = [
+        (stream, plain(n, count)) for n, (stream, count) in enumerate(zip(streams, (40, 9, 25), strict=True))
+    ]
+    prefill(engine, prompts)
+    assert passes == [[40, 25], [9]], "it would be padded to four times its length"
+
+
 def test_siblings_take_up_filler_as_filler():
     engine = engine_of()
     prompt = Prompt([message(1, 21), message(2, 30)], [7, 8])

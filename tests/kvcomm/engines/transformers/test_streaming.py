@@ -417,6 +417,16 @@ def test_edge_27_every_row_of_a_mask_sees_itself(kind, monkeypatch):
     assert seen and all(bool(mask.any(-1).all()) for mask in seen)
 
 
+def test_what_a_lane_held_before_is_not_attended():
+    engine = engine_of("llama gqa", lanes_max=1)
+    first, second = engine.session(), engine.session()
+    engine.feed([(first, drawn(1, 100))])
+    engine.lanes.states.fill_(torch.nan)  # as of a model that computed no numbers
+    first.close()
+    (logits,) = engine.feed([(second, drawn(2, 20))])
+    torch.testing.assert_close(logits, replayed(engine.model, second)[-1], atol=CLOSE, rtol=0)
+
+
 def test_edge_17_new_weights_are_an_event_and_no_block_is_shared_with_old_ones():
     engine = engine_of("llama gqa")
     session = engine.session()
