@@ -101,7 +101,7 @@ def test_edge_22_text_that_was_read_again_is_still_that_where_the_conversation_m
     (logits,) = engine.feed([(stream.session, text)])
     stream.recorder.repeated(len(text))
     stream.repeated(Repeated(SpanId(bytes(32)), stream.session.next_row - len(text), len(text), logits))
-    assert len(stream.session.turns) == 3
+    assert len(stream.session.turns) == 3 and stream.logits is logits
     told(relay, engine, range(12, 14))
     first, second, third = relay.all_rollouts()
     for rollout in (first, second, third):
