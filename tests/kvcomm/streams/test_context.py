@@ -99,7 +99,7 @@ def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
 
 def test_a_token_that_the_model_does_not_have_is_refused_though_it_is_only_pending() -> None:
     context = context_of(told(8))
-    with pytest.raises(Corrupt, match="is none of its namespace"):
+    with pytest.raises(Corrupt, match="a token that its namespace does not have"):
         replace(context, pending=NAMESPACE.vocab_size).verify(NAMESPACE)
 
 
