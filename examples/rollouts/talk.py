@@ -43,7 +43,6 @@ class Talk:
         conversation = self._restarter.conversation
         name = f"{self.stream.recorder.name}, moved"
         old, self.stream = self.stream, self.stream.successor(name, conversation)
-        self.stream.recorder.filler_at(conversation.filler_rows)
         self._end(old)
         self.rows_again += len(carry.tokens)
 

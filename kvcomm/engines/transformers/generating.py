@@ -196,6 +196,7 @@ class Stream:
             archive=archive,
         )
         other.conversation, other._generator = conversation, self._generator
+        other.recorder.filler_at(conversation.filler_rows)
         return other
 
     def close(self) -> None:

@@ -75,7 +75,6 @@ class Relay:
         except BaseException:
             session.close()
             raise
-        stream.recorder.filler_at(restarter.conversation.filler_rows)
         self.rollouts.append(self.stream.rollout())
         self.stream.close()
         self.stream, self._restarter = stream, restarter
