@@ -22,20 +22,21 @@ _DPI = 110
 
 
 def draw_training(records: Sequence[Record], path: Path) -> None:
-    """Three panels: reward, mismatch, rows."""
+    """Four panels: reward, mismatch, entropy, rows."""
     by_arm: dict[str, list[Record]] = {}
     for record in records:
         by_arm.setdefault(record["arm"], []).append(record)
-    figure, panels = _figure(3, 4.6)
+    figure, panels = _figure(2, 2, (9.6, 8.4))
     _draw_reward(panels[0], by_arm)
     _draw_mismatch(panels[1], by_arm)
-    _draw_rows(panels[2], by_arm)
+    _draw_entropy(panels[2], by_arm)
+    _draw_rows(panels[3], by_arm)
     _save(figure, path)
 
 
 def draw_recall(records: Sequence[Record], path: Path) -> None:
     """One bar for each condition."""
-    figure, (panel,) = _figure(1, 2.0 + 0.42 * len(records))
+    figure, (panel,) = _figure(1, 1, (8.0, 2.0 + 0.42 * len(records)))
     names = [record["condition"] for record in records]
     colours = [COLOURS[record["condition"].split(",")[0]] for record in records]
     shares = [record["recall"] for record in records]
@@ -81,7 +82,19 @@ def _draw_mismatch(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
     panel.set_title("Mismatch: replay against generation")
     _count_steps(panel)
     panel.set_ylabel("KL estimate k3, mean of sampled tokens (nats)")
-    panel.legend(loc="center right", frameon=False)
+    panel.legend(loc="lower right", bbox_to_anchor=(1, 0.2), frameon=False)
+
+
+def _draw_entropy(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
+    for arm, records in by_arm.items():
+        steps, entropies = _column(records, "step"), _column(records, "entropy_nats")
+        panel.plot(steps, entropies, color=COLOURS[arm], alpha=0.25, linewidth=1)
+        panel.plot(steps, _smoothed(entropies), color=COLOURS[arm], linewidth=2, label=arm)
+    panel.set_ylim(bottom=0)
+    panel.set_title("Entropy of the policy")
+    panel.set_xlabel("training step")
+    panel.set_ylabel("mean of sampled tokens (nats)")
+    panel.legend(loc="upper right", frameon=False)
 
 
 def _count_steps(panel: Axes) -> None:
@@ -120,13 +133,13 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _figure(panel_count: int, height: float) -> tuple[Figure, list[Axes]]:
+def _figure(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6 * panel_count if panel_count > 1 else 8.0, height), layout="constrained")
+    figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = [figure.add_subplot(1, panel_count, place + 1) for place in range(panel_count)]
+    panels = [figure.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, panels

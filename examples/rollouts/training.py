@@ -35,7 +35,7 @@ from kvcomm.streams.mismatch import Mismatch, mismatch
 class Settings:
     """Of a training; the defaults take about two minutes of one core."""
 
-    steps: int = 80
+    steps: int = 60
     prompts: int = 8
     """A step."""
     group: int = 8
@@ -50,7 +50,7 @@ class Settings:
     """Steps of teaching, at most."""
     lesson_episodes: int = 32
     lesson_rate: float = 3e-3
-    taught_at: float = 0.65
+    taught_at: float = 0.75
     """Reward of the most probable answers that ends the teaching."""
     seed: int = 0
 

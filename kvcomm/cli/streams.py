@@ -92,22 +92,28 @@ def _tree(told: Timeline) -> dict[str, Any]:
 
 def _show(file: Path, found: dict[int, Timeline], damage: str, *, alone: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(highlight=False)
     if alone:
         for each in found.values():
             for line in _head(each):
-                console.print(escape(line), soft_wrap=True)
+                console.print(_shown(line), soft_wrap=True)
             console.print(_timeline_table(each))
-            console.print(f"[bold red]damaged:[/] {escape(each.damage)}" if each.damage else "sound")
+            console.print(f"[bold red]damaged:[/] {_shown(each.damage)}" if each.damage else "sound")
     elif found:
         console.print(_summary_table(found))
         console.print("one of them: --rollout N", style="dim")
     elif not damage:
-        console.print(f"{escape(str(file))} is empty")
+        console.print(f"{_shown(str(file))} is empty")
     if damage:
-        console.print(f"[bold red]damaged:[/] {escape(damage)}")
+        console.print(f"[bold red]damaged:[/] {_shown(damage)}")
+
+
+def _shown(text: str) -> str:
+    """What a file says, as text: no markup, and nothing that a terminal obeys."""
+    from rich.markup import escape
+
+    return escape("".join(each if each.isprintable() else ascii(each)[1:-1] for each in text))
 
 
 def _head(told: Timeline) -> Iterator[str]:
@@ -141,7 +147,6 @@ def _way(temperature: float, top_k: int, top_p: float) -> str:
 
 
 def _timeline_table(told: Timeline) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     from kvcomm.streams.timeline import Stretch
@@ -154,9 +159,9 @@ def _timeline_table(told: Timeline) -> Any:
     for entry in told.entries:
         bar = _bar(entry.live_after, told.live_max)
         if isinstance(entry, Stretch):
-            table.add_row(str(entry.first_row), escape(_fed_text(entry)), str(entry.live_after), bar)
+            table.add_row(str(entry.first_row), _shown(_fed_text(entry)), str(entry.live_after), bar)
         else:
-            text = escape(_event_text(entry))
+            text = _shown(_event_text(entry))
             table.add_row(str(entry.at_row), f"[yellow]{text}[/]", str(entry.live_after), f"[yellow]{bar}[/]")
     return table
 
@@ -200,7 +205,6 @@ def _bar(count: int, most: int) -> str:
 
 
 def _summary_table(found: dict[int, Timeline]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -209,7 +213,7 @@ def _summary_table(found: dict[int, Timeline]) -> Any:
     for index, each in found.items():
         mean = "-" if each.mean_logprob is None else f"{each.mean_logprob:.3f}"
         table.add_row(
-            str(index), escape(each.name), str(each.row_count), str(each.sample_count), str(each.event_count),
+            str(index), _shown(each.name), str(each.row_count), str(each.sample_count), str(each.event_count),
             str(each.live_after), mean, "[bold red]damaged[/]" if each.damage else "",
         )  # fmt: skip
     return table

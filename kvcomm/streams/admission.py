@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 from typing import NewType
 
 from kvcomm.errors import PoolFull, Refused
@@ -71,11 +72,11 @@ class Admission:
         """Stand in line; :meth:`serve` says when it is one's turn, at once perhaps.
 
         Raises:
-            ValueError: no blocks, or a deadline that has passed.
+            ValueError: no blocks, or a deadline that has passed or never comes.
             PoolFull: so many can never be free at a time.
             Refused: too many wait already.
         """
-        if block_count < 1 or deadline <= now:
+        if block_count < 1 or not now < deadline < inf:
             raise ValueError(
                 f"{block_count} blocks within {deadline - now} s: ask for some, and give it time"
             )

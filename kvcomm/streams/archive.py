@@ -135,7 +135,7 @@ class Archive:
             room: blocks taken for it before, one a block of the span, handed over: used or given back.
 
         Raises:
-            ValueError: no such span, or no place to insert it.
+            ValueError: no such span, no place to insert it, or too little ``room``.
             PoolFull: no room for all of it; nothing was taken.
             NamespaceError: the engine's namespace was not bound; see ``Sharing``.
         """
@@ -166,8 +166,10 @@ class Archive:
             recorder: of the session; writes down that these rows repeat a text.
 
         Raises:
-            Refused, PoolFull: as ``Session.plan``; nothing is changed.
+            ValueError: no such span, or its text was repeated already.
+            Refused, PoolFull: as ``Session.plan``.  Nothing is changed then.
         """
+        _archived(session, lost.span)
         text = [session.tokens[row] for row in lost.rows]
         before = [] if session.pending is None else [session.pending]
         (logits,) = self.engine.feed([(session, [*before, *text])])

@@ -55,7 +55,7 @@ class Chain:
     @property
     def tail(self) -> ChainBlock | None:
         """The partial last block."""
-        rows = tuple(self.view.rows[self._full_slots :])
+        rows = tuple(self.view.rows_from(self._full_slots))
         if not rows:
             return None
         key = tail_key(self.namespace, self._tip, self.lineage, [self.tokens[row] for row in rows], rows)
@@ -73,8 +73,7 @@ class Chain:
         self.history.feed(fed, self.namespace.vocab_size)
         self.tokens += fed
         self.view.feed(len(fed))
-        size, first = self.namespace.block_tokens, self._full_slots
-        rows = self.view.rows[first : self.view.slot_count // size * size]
+        size, rows = self.namespace.block_tokens, self.view.rows_from(self._full_slots)
         ids = [self.tokens[row] for row in rows]
         parent = self._tip
         keys = block_keys(self.namespace, ids, parent=parent, positions=rows, lineage=self.lineage)
@@ -131,9 +130,7 @@ def chain_of(namespace: Namespace, tokens: Sequence[int], events: Sequence[Event
     """
     chain = Chain(namespace)
     for event in events:
-        if not chain.view.next_row <= event.at_row <= len(tokens):
-            raise Corrupt(f"an event at row {event.at_row} of {len(tokens)}, after row {chain.view.next_row}")
-        chain.feed(tokens[chain.view.next_row : event.at_row])
+        chain.feed(tokens[event.at_row - chain.view.count_before(event, len(tokens)) : event.at_row])
         chain.apply(event)
     chain.feed(tokens[chain.view.next_row :])
     return chain

@@ -36,11 +36,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain as chained
+from itertools import pairwise
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian
+from kvcomm.block import BlockKey, Buffer, Incarnation, little_endian, token_array
 from kvcomm.errors import Corrupt, NamespaceError, TokenError, TooLarge
 from kvcomm.namespace import BLOCK_TOKENS_MAX, CODECS, Namespace, NamespaceId
 from kvcomm.streams.chain import Chain, ChainBlock, chain_of
@@ -56,6 +57,7 @@ from kvcomm.streams.events import (
     run_rows,
 )
 from kvcomm.streams.session import Session, Turn
+from kvcomm.streams.view import require_bounded
 from kvcomm.wire.messages import VALUE_BYTES_MAX
 
 MAGIC = b"KVCSTREM"
@@ -213,18 +215,24 @@ class StreamContext:
 
         Raises:
             NamespaceError: the context is of another namespace.
-            Corrupt: view, keys, lineage or archived spans do not follow from tokens and events.
+            Corrupt: view, keys, lineage or archived spans do not follow from tokens and events, or a token is
+                none of the namespace.
+            TooLarge: see ``kvcomm.streams.view.require_bounded``.
         """
         if (namespace.id, namespace.block_tokens) != (self.namespace, self.block_tokens):
             raise NamespaceError(
                 f"the stream is of namespace {self.namespace.hex()[:12]}, not {namespace.id.hex()[:12]}: "
                 "another model, revision, precision, parallel slice or tenant cannot use its blocks"
             )
+        require_bounded(self.row_count, self.events)
         try:
+            token_array(() if self.pending is None else (self.pending,), namespace.vocab_size)
             chain = chain_of(namespace, self.tokens, self.events)
         except TokenError as error:
             raise Corrupt(f"the stream holds a token that its namespace does not have: {error}") from error
-        archived = [chain.archived.get(each.span, ()) for each in self.archived]
+        if not chain.archived.keys() >= {each.span for each in self.archived}:
+            raise Corrupt("the stream's archive does not follow from its tokens and events")
+        archived = [chain.archived[each.span] for each in self.archived]
         for what, said, follows in (
             ("view", self.view_runs, tuple(chain.view.runs)),
             ("lineage", self.lineage, chain.lineage),
@@ -315,9 +323,14 @@ class StreamContext:
             return f"blocks of {self.block_tokens} tokens in codec {self.codec!r}"
         if len(self.token_bytes) % 4 or len(self.keys) != -(-self.slot_count // self.block_tokens):
             return f"{len(self.token_bytes)} token bytes, {self.slot_count} slots and {len(self.keys)} keys"
-        runs = (*self.view_runs, *self.filler_runs, *self.repeated_runs)
+        marked = sorted((*self.filler_runs, *self.repeated_runs))
+        runs = (*self.view_runs, *marked)
         if any(not 0 <= row < row + count <= self.row_count for row, count in runs):
             return "it names rows that were not fed"
+        if not _ascend(self.filler_runs) or not _ascend(self.repeated_runs):
+            return "rows that are marked do not ascend"
+        if any(row + count > after for (row, count), (after, _) in pairwise(marked)):
+            return "rows that are marked twice"
         if self.protected < 0 or self.protected % self.block_tokens:
             return f"a protected prefix of {self.protected} slots"
         ends = [0, *chained(*self.turns), self.slot_count]
@@ -330,6 +343,11 @@ class StreamContext:
         if any(len(event.reason.encode()) > _REASON_BYTES_MAX for event in self.events):
             return f"an event's reason over {_REASON_BYTES_MAX} bytes"
         return None
+
+
+def _ascend(runs: Sequence[Run]) -> bool:
+    """Whether they are the one form of rows that are named once: sixteen bytes claim all rows again."""
+    return all(row + count < after for (row, count), (after, _) in pairwise(runs))
 
 
 def _keys_of(blocks: Sequence[ChainBlock]) -> tuple[BlockKey, ...]:
@@ -415,7 +433,11 @@ class _Reader:
 def newest(contexts: Sequence[StreamContext]) -> StreamContext | None:
     """Of siblings that writers left: the one that extends all others.  ``None`` where they went different
     ways."""
-    longest = max(contexts, key=lambda each: (each.row_count, len(each.events)), default=None)
+    longest = max(
+        contexts,
+        key=lambda each: (each.row_count, len(each.events), each.pending is not None),
+        default=None,
+    )
     if longest is None or not all(longest.extends(each) for each in contexts):
         return None
     return longest

@@ -108,6 +108,8 @@ class Conversation:
         self.session, self.markup, self.filler_rows_max = session, markup, filler_rows_max
         self.filler_rows: list[int] = []
         """Ascending; those laid out and not fed yet included."""
+        self.repeated_rows: list[int] = []
+        """Ascending: those whose text is that of lost ones; see :meth:`repeated`."""
         self.message_count = 0
         """Messages that ended."""
         self.unfilled_count = 0
@@ -129,6 +131,7 @@ class Conversation:
         markup: Markup,
         *,
         filler_rows: Sequence[int] | None = None,
+        repeated_rows: Sequence[int] = (),
         filler_rows_max: int | None = None,
     ) -> Conversation:
         """Of a stream with a past: adopted from another agent, recovered, or forked.  Its tokens are all read
@@ -136,10 +139,17 @@ class Conversation:
 
         Args:
             filler_rows: if not known, filler ids right behind the end of a message are taken for filler.
+            repeated_rows: see :meth:`repeated`.
         """
         resumed = cls(session, markup, filler_rows_max=filler_rows_max)
-        known = None if filler_rows is None else frozenset(filler_rows)
+        resumed.repeated_rows = [*repeated_rows]
+        known, again = None if filler_rows is None else frozenset(filler_rows), frozenset(repeated_rows)
         for row, token in enumerate(session.tokens):
+            if row in again:
+                if resumed._tail is not None:
+                    resumed._end_message(row, None)
+                resumed._pass_over(row, row + 1)
+                continue
             behind_end = resumed._tail is not None and token == markup.filler
             is_filler = behind_end if known is None else row in known
             if is_filler:
@@ -152,15 +162,24 @@ class Conversation:
 
     def forked(self, session: Session) -> Conversation:
         """For a session that was forked from this one's, now or at an earlier row."""
-        filler_rows = self.filler_rows[: self._filler_count(session.next_row)]
-        return Conversation.resumed(
-            session, self.markup, filler_rows=filler_rows, filler_rows_max=self.filler_rows_max
+        child = Conversation.resumed(
+            session,
+            self.markup,
+            filler_rows=self.filler_rows[: self._filler_count(session.next_row)],
+            repeated_rows=[row for row in self.repeated_rows if row < session.next_row],
+            filler_rows_max=self.filler_rows_max,
         )
+        slots = session.slot_count
+        if child.message_count % 2 and not child.in_message:
+            for start, end in self.session.turns:
+                if start < slots < end:  # filler behind it, which the child is without, belongs to the turn
+                    session.end_turn(start, slots)
+        return child
 
     def copy(self) -> Conversation:
         """As it is now, of the same stream."""
         other = copy(self)
-        other.filler_rows = self.filler_rows[:]
+        other.filler_rows, other.repeated_rows = self.filler_rows[:], self.repeated_rows[:]
         return other
 
     @property
@@ -271,10 +290,16 @@ class Conversation:
             raise ValueError(f"{row_count} rows are repeated and {end - self._scanned} are new")
         self._scan(first)
         self._scanned = end
+        self.repeated_rows += range(first, end)
+        if self._border == first and self.message_count % 2:
+            self._end_turn(session.slot_count)
+        self._pass_over(first, end)
+
+    def _pass_over(self, first: int, end: int) -> None:
+        """These rows are in no message, unless one has begun."""
         if self._border == first:
             self._border = end
             if self.message_count % 2:
-                self._end_turn(session.slot_count)
                 self._turn = end
 
     def _scan(self, end: int) -> None:
@@ -336,6 +361,8 @@ class Conversation:
             raise ValueError(f"{session.next_row} rows are fed and {len(rows)} were carried over")
         other = Conversation(session, self.markup, filler_rows_max=self.filler_rows_max)
         other.filler_rows = [at for at, row in enumerate(rows) if self._is_filler(row)]
+        again = frozenset(self.repeated_rows)
+        other.repeated_rows = [at for at, row in enumerate(rows) if row in again]
         other.message_count, other.unfilled_count = self.message_count, self.unfilled_count
         other._scanned = other._laid = len(rows)
         other._border, other._turn = _place(rows, self._border), _place(rows, self._turn)

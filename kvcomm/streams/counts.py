@@ -11,6 +11,7 @@ is counted once, whoever shares an engine::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import ref
 
 from kvcomm.metrics import Metrics
 from kvcomm.streams.events import KINDS, Event
@@ -36,12 +37,14 @@ class StreamCounts:
 
     def watch(self, session: Session) -> None:
         """Count the events of ``session`` from now on, those that its journal takes: what it refuses does not
-        happen.  Once a session."""
-        journal = session.journal
+        happen.  Once a session, which is not kept alive by that."""
+        journal, watched = session.journal, ref(session)
 
         def counted(event: Event) -> None:
             journal(event)
-            self._happens(session, event)
+            told = watched()
+            assert told is not None, "its own journal is called by itself"
+            self._happens(told, event)
 
         session.journal = counted
 

@@ -1,4 +1,4 @@
-"""``Event`` and ``EventLog``: what changed the view of a rollout, and when.
+"""``Event``: what changed the view of a rollout, and when.
 
 Every token that is ever fed through the model is one **row**, numbered in feeding order; the number is also
 its logical (RoPE) position and never goes back.  The **view** is the ordered list of the rows that the next
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple, NewType, get_args
 
-from kvcomm.block import POSITION_MAX
+from kvcomm.block import POSITION_MAX, little_endian
 from kvcomm.errors import Corrupt
 
 EventKind = Literal["evict", "restore", "fork", "weights"]
@@ -121,7 +121,7 @@ def next_digest(before: ViewDigest, event: Event, view_after: Iterable[Run]) -> 
     """The digest of an event, over the one before it, what it says, and the rows that are in view after it,
     in the order of their slots; ``view_after`` is joined (:func:`joined`)."""
     digest = hashlib.sha256(_DOMAIN + before + event.content())
-    digest.update(b"".join(_PAIR.pack(*run) for run in view_after))
+    digest.update(little_endian(array("Q", chain.from_iterable(view_after))))
     return ViewDigest(digest.digest())
 
 

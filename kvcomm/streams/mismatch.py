@@ -2,7 +2,9 @@
 
 For a drawn token let ``x = log p_trainer - log p_engine``.  ``k3 = exp(x) - x - 1`` is never negative, and
 its mean over drawn tokens estimates ``KL(p_engine || p_trainer)`` without bias (J. Schulman, "Approximating
-KL divergence", 2020).
+KL divergence", 2020).  Two cases are gates all the same, and no estimates: the most probable token
+(temperature 0) was not drawn, so its ``k3`` says how far the sides are at that token alone; and with top-k or
+top-p, where a token at the edge of the set is on one side only, the two sides are normalized over other sets.
 
 A mean is a weak gate where it matters: with bf16, an event that is applied one row late can change fewer
 tokens than rounding does.  So the report also has the worst token, and the first samples behind each event
@@ -182,6 +184,8 @@ def _kl(engine: torch.Tensor, trainer: torch.Tensor, heat: torch.Tensor) -> torc
 def judged_samples(rollout: Rollout, version: int) -> list[bool]:
     """Whether a sample's row, and every row that it depends on, was computed with ``version``: its own
     weights, those of all that it sees, and so on."""
+    if all(each == version for each, _ in weights_runs(rollout.row_count, rollout.events)):
+        return [True] * len(rollout.samples)
     view, pure = View(), [False] * rollout.row_count
     seen_pure = True
 
@@ -202,13 +206,13 @@ def behind_events(rollout: Rollout) -> list[bool]:
     """Whether a sample is one of the first :data:`FIRST_SAMPLES` whose rows ran behind an event that moved
     rows."""
     moved = sorted({event.at_row for event in rollout.events if event.kind in ("evict", "restore")})
-    order = sorted(range(len(rollout.samples)), key=lambda place: rollout.samples[place].query_row)
-    found, at, left = [False] * len(order), 0, 0
-    for place in order:
-        while at < len(moved) and moved[at] <= rollout.samples[place].query_row:
+    found: list[bool] = []
+    at = left = 0
+    for sample in rollout.samples:
+        while at < len(moved) and moved[at] <= sample.query_row:
             at, left = at + 1, FIRST_SAMPLES
-        if left:
-            found[place], left = True, left - 1
+        found.append(left > 0)
+        left -= 1
     return found
 
 

@@ -28,13 +28,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from kvcomm.errors import Corrupt
-from kvcomm.streams.events import Event
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
-from kvcomm.streams.view import View
+from kvcomm.streams.view import View, require_bounded
 
 PAD_TOKEN = 0
 """Stands in padding rows, which nobody reads."""
+
+INTERVALS_MAX = 1 << 28
+"""Of a pack, unused ones included: two gigabytes."""
 
 _SCORED_AT_ONCE = 1 << 27
 """Logits that are in memory as float32 at a time."""
@@ -191,6 +192,8 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
     Raises:
         ValueError: there are none.
         Corrupt: an event does not follow from those before it.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
+        Unreplayable: rows come back so often that their intervals have no room in memory.
     """
     if not rollouts:
         raise ValueError("a pack has at least one rollout")
@@ -207,7 +210,7 @@ def pack(rollouts: Sequence[Rollout], *, multiple: int = 1) -> Pack:
             [(start + birth, start + death) for birth, death in intervals]
             for intervals in rollout.visibility().intervals
         ]
-    missing = -len(tokens) % multiple
+    missing = -max(len(tokens), 1) % multiple + (not tokens)
     lives += [[(row, row + 1)] for row in range(len(tokens), len(tokens) + missing)]
     return _packed(rollouts, starts, tokens + [PAD_TOKEN] * missing, positions + [0] * missing, lives)
 
@@ -254,27 +257,25 @@ class Segment:
     """Out of view, and able to come back."""
 
 
-def segments(rollout: Rollout) -> list[Segment]:
+def segments(rollout: Rollout) -> Iterator[Segment]:
     """One for every view that rows were fed under; as many forward passes does the segmented replay take.
+    Each names all rows in view, so let go of it before the next.
 
     Raises:
         Corrupt: an event does not follow from those before it.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
     """
-    return list(_segments(rollout.row_count, rollout.events))
-
-
-def _segments(row_count: int, events: Sequence[Event]) -> Iterator[Segment]:
-    view, first = View(), 0
+    require_bounded(rollout.row_count, rollout.events)
+    view, first, row_count = View(), 0, rollout.row_count
     in_view: tuple[int, ...] = ()
     archived: tuple[int, ...] = ()
-    for event in events:
-        if not view.next_row <= event.at_row <= row_count:
-            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
+    for event in rollout.events:
+        count = view.count_before(event, row_count)
         moves = event.kind in ("evict", "restore")
         if moves and event.at_row > first:
             yield Segment(first, event.at_row, in_view, archived)
             first = event.at_row
-        view.feed(event.at_row - view.next_row)
+        view.feed(count)
         view.apply(event)
         if moves:
             in_view = tuple(view.rows)
@@ -321,7 +322,8 @@ def sampled_log_probabilities(logits: torch.Tensor, samples: Sequence[Sample]) -
         float32 (float64 if the logits are) ``[samples]``; gradients flow.
     """
     rows = max(1, _SCORED_AT_ONCE // logits.shape[-1])
-    parts = [(part, samples[at * rows :][: len(part)]) for at, part in enumerate(torch.split(logits, rows))]
+    borders = range(0, max(len(samples), 1), rows)
+    parts = [(logits[at : at + rows], samples[at : at + rows]) for at in borders]
     if len(parts) < 2 or not (logits.requires_grad and torch.is_grad_enabled()):
         return torch.cat([_scored(*part) for part in parts])
     # Else every part would keep a copy of itself in float32 until the backward pass.
@@ -332,9 +334,10 @@ def sampled_log_probabilities(logits: torch.Tensor, samples: Sequence[Sample]) -
 def _scored(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     """One part of :func:`sampled_log_probabilities`."""
     drawn = torch.tensor([sample.token for sample in samples], dtype=torch.int64, device=logits.device)
-    groups = _by_sampling(samples)
+    # Of no samples, too, it is a function of the logits: a rank that has none goes backward with the others.
+    groups = _by_sampling(samples) or {Sampling(): []}
     if len(groups) == 1:
-        return _drawn(logits, drawn, samples[0].sampling)
+        return _drawn(logits, drawn, next(iter(groups)))
     found = logits.new_zeros(len(samples), dtype=torch.promote_types(logits.dtype, torch.float32))
     for sampling, places in groups.items():
         at = torch.tensor(places, dtype=torch.int64, device=logits.device)
@@ -401,18 +404,27 @@ def _packed(
     lives: Sequence[Sequence[tuple[int, int]]],
 ) -> Pack:
     births, deaths = _interval_tensors(lives)
-    as_tensor = {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
-    return Pack(tuple(rollouts), tuple(starts), births=births, deaths=deaths, **as_tensor)
+    ids, at = (torch.tensor(each, dtype=torch.int64) for each in (tokens, positions))
+    return Pack(tuple(rollouts), tuple(starts), ids, at, births, deaths)
 
 
 def _interval_tensors(lives: Sequence[Sequence[tuple[int, int]]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(births, deaths), int32 ``[intervals, rows]``."""
     count = 1 << (max(map(len, lives), default=1) - 1).bit_length()
-    births = torch.zeros(count, len(lives), dtype=torch.int32)
-    deaths = torch.zeros(count, len(lives), dtype=torch.int32)
+    if count * len(lives) > INTERVALS_MAX:
+        raise Unreplayable(
+            f"some row of these {len(lives)} comes back {count // 2} times or more, over INTERVALS_MAX="
+            f"{INTERVALS_MAX} intervals in all: pack fewer rollouts, or replay them in segments"
+        )
+    found = torch.zeros(2, count, len(lives), dtype=torch.int32)
+    rows = list(range(len(lives)))
     for at in range(count):
-        pairs = [life[at] if at < len(life) else (0, 0) for life in lives]
-        births[at], deaths[at] = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).T
+        rows = [row for row in rows if at < len(lives[row])]
+        pairs = [lives[row][at] for row in rows]
+        found[:, at, torch.tensor(rows, dtype=torch.int64)] = (
+            torch.tensor(pairs, dtype=torch.int32).view(-1, 2).T
+        )
+    births, deaths = found
     own = torch.arange(len(lives), dtype=torch.int32)
     seen = ((births <= own) & (own < deaths)).any(0)
     assert seen.all(), "a row attends itself, or its softmax would be over nothing"

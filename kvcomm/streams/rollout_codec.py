@@ -27,7 +27,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -147,6 +147,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         # Before anything is made of it: eight bytes can claim four billion rows.
         if any(run.first_row + run.row_count > len(self.tokens) for run in runs):
             raise Corrupt(f"rollout {self.name!r} marks rows that it does not have")
+        if any(before.first_row + before.row_count > after.first_row for before, after in pairwise(runs)):
+            raise Corrupt(f"rollout {self.name!r} marks rows that do not ascend")
         return tuple(chain.from_iterable(range(run.first_row, run.first_row + run.row_count) for run in runs))
 
     def _samples(self) -> Iterator[Sample]:
@@ -380,7 +382,7 @@ def _body(record: RolloutRecord) -> bytes:
             MAGIC, VERSION, 0, size, bytes.fromhex(record.namespace), bytes.fromhex(record.view_digest),
             record.block_tokens, record.row_count, record.event_count,
         )  # fmt: skip
-    except (struct.error, OverflowError) as error:
+    except (struct.error, OverflowError, UnicodeEncodeError) as error:
         raise TooLarge(f"a rollout holds what has no room in its record: {error}") from error
     return head + sections
 

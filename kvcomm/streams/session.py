@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from kvcomm.block import NO_PARENT, ROOT_LINEAGE, BlockKey, block_keys, token_array
+from kvcomm.block import NO_PARENT, POSITION_MAX, ROOT_LINEAGE, BlockKey, block_keys, token_array
 from kvcomm.errors import Corrupt, Refused
 from kvcomm.namespace import Namespace
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange, SpanId
@@ -69,7 +69,8 @@ class Feed:
 
     @property
     def blocks(self) -> tuple[BlockId, ...]:
-        """The table with the new blocks at its end; costs its length, so a decode step reads ``tail``."""
+        """While the feed is under way: the table with the new blocks at its end.  Costs its length, so a
+        decode step reads ``tail``."""
         return (*self._table[: len(self._table) + len(self.taken) - len(self.tail)], *self.tail)
 
 
@@ -160,9 +161,7 @@ class Session:
         # Numbers are all that a pool holds, so the keys come from living through it once more.
         session = cls(BlockPool(len(tokens) // namespace.block_tokens + 1), namespace, rows_max=rows_max)
         for event in events:
-            if not session.next_row <= event.at_row <= len(tokens):
-                raise Corrupt(f"an event at row {event.at_row} of {len(tokens)}, after {session.next_row}")
-            session._feed(tokens[session.next_row : event.at_row])
+            session._feed(tokens[event.at_row - session.view.count_before(event, len(tokens)) : event.at_row])
             problem = session._problem(event)
             if problem:
                 raise Corrupt(f"no log of a session with blocks of {namespace.block_tokens}: {problem}")
@@ -171,6 +170,7 @@ class Session:
         session.swap_out()
         for span in session.archive:
             session.drop_archived(span, moved=True)
+        session.turns = []
         session.pool, session.journal = pool, journal
         return session
 
@@ -238,12 +238,17 @@ class Session:
 
     def next_keys(self, tokens: Sequence[int] = ()) -> list[BlockKey]:
         """The keys of the blocks that become full when ``tokens`` are fed under the view in force, from the
-        partial last one on.  Under these names their bytes can be looked for anywhere."""
+        partial last one on.  Under these names their bytes can be looked for anywhere, also while the
+        session's are elsewhere.  Raises ``Refused`` when it is closed."""
+        if self.closed:
+            raise Refused("the session is closed; begin another one")
         rows = self.view.rows_from(self.full_slots)
         ids = [*map(self.tokens.__getitem__, rows), *tokens]
         rows.extend(range(self.next_row, self.next_row + len(tokens)))
         place = self.full_slots // self.block_tokens
-        parent = self._key_of(self.table[place - 1]) if place else NO_PARENT
+        parent = NO_PARENT
+        if place:
+            parent = self._key_of(self.table[place - 1]) if self.swapped is None else self.swapped[-1]
         return block_keys(self.namespace, ids, parent=parent, positions=rows, lineage=self.lineage)
 
     def adopt_prefix(self, tokens: Sequence[int]) -> int:
@@ -325,7 +330,7 @@ class Session:
     def restore(
         self, span: SpanId, insert_at: int | None = None, blocks: Sequence[BlockId] | None = None
     ) -> Event:
-        """Bring archived rows back into view, as they were computed.
+        """Bring archived rows back into view, as they were computed; between turns they are a turn.
 
         Args:
             insert_at: slot on a block border; right behind the protected prefix if not given.
@@ -368,6 +373,9 @@ class Session:
     def set_weights(self, version: int, reason: str = "weights") -> Event:
         """Rows from now on are computed with other weights, over the K/V of the old ones.
 
+        The number is all that names them in a block's key: two trainings that begin with one model, in one
+        namespace, must not count alike, or each finds what the other computed.
+
         Blocks that become full from then on are found by none but those who changed at the same row after the
         same tokens.  A new session under new weights does this before its first row: then it shares the
         blocks of every other that did, and none of older weights.
@@ -376,7 +384,7 @@ class Session:
             ValueError: no version, or the one in force.
         """
         self._require_idle()
-        if version < 0 or version == self.view.weights_version:
+        if not 0 <= version <= POSITION_MAX or version == self.view.weights_version:
             raise ValueError(f"weights {version} after {self.view.weights_version}: that is no change")
         return self._new(Event("weights", self.next_row, reason=reason, weights_version=version))
 
@@ -640,13 +648,13 @@ class Session:
         self.turns = _shifted(self.turns, event.ranges)
 
     def _splice_in(self, event: Event, blocks: Sequence[BlockId]) -> None:
-        place, count = event.insert_at // self.block_tokens, len(self.archive.pop(event.span).rows)
+        at, count = event.insert_at, len(self.archive.pop(event.span).rows)
+        place = at // self.block_tokens
         self.table[place:place] = blocks
-        # A turn that it comes back into goes on behind it.
-        self.turns = [
-            Turn(start + count * (start >= event.insert_at), end + count * (end > event.insert_at))
-            for start, end in self.turns
-        ]
+        # A turn that it comes back into goes on behind it; elsewhere it is one, or nothing cuts it again.
+        alone = not any(start < at < end for start, end in self.turns)
+        moved = [Turn(start + count * (start >= at), end + count * (end > at)) for start, end in self.turns]
+        self.turns = sorted([*moved, Turn(at, at + count)]) if alone else moved
 
     def _end_plan(self, feed: Feed) -> None:
         if self._planned is not feed:

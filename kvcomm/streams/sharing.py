@@ -33,7 +33,7 @@ from kvcomm.blockplane import Stored
 from kvcomm.errors import Conflict, NamespaceError, Unavailable
 from kvcomm.namespace import Namespace
 from kvcomm.operations import Operations, Published
-from kvcomm.stateplane import record_name
+from kvcomm.stateplane import StateValue, record_name
 from kvcomm.steps import Steps
 from kvcomm.streams.chain import ChainBlock, chain_of
 from kvcomm.streams.context import StreamContext, newest
@@ -102,7 +102,7 @@ class Sharing:
         Args:
             policy: name of what decides the cuts.
             recorder: of the session; knows which rows are nobody's text.
-            replaces: put it over a head that went another way, which is forgotten.
+            replaces: put it over a head that went another way, or cannot be read; it is forgotten.
 
         Raises:
             ValueError: it is swapped out, closed, or of another engine.
@@ -133,21 +133,23 @@ class Sharing:
             here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
         record = _record(agent, name)
         with _holding(engine.pool, [block for block, _ in here]):
-            heads = yield from self._heads(record)
-            if not replaces and not all(context.extends(head) for head in heads):
+            (before,) = yield from self._operations.state().get([record])
+            if not replaces and not all(context.extends(head) for head in _contexts(before)):
                 raise Conflict(
                     f"stream {name!r} of agent {agent!r} is not a past of this session: publish under "
                     "another name, or pass replaces=True to forget it"
                 )
             published = yield from self.put(engine, here)
         if not published.failed:
-            yield from self._operations.state().put([(record, value, None)])
+            # Over what was compared with alone: what came meanwhile stays beside it, for the next one to see.
+            yield from self._operations.state().put([(record, value, before.context)])
         return Shared(context, published)
 
     def head(self, agent: str, name: str) -> Steps[StreamContext]:
         """What another agent published last.  Raises ``Unavailable`` if there is nothing (yet), ``Conflict``
         if writers took it different ways, ``Corrupt``."""
-        heads = yield from self._heads(_record(agent, name))
+        (state,) = yield from self._operations.state().get([_record(agent, name)])
+        heads = _contexts(state)
         if not heads:
             raise Unavailable(f"agent {agent!r} has no stream {name!r} (yet)")
         head = newest(heads)
@@ -174,6 +176,7 @@ class Sharing:
         Raises:
             NamespaceError: it is of another model or tenant, or the engine's namespace was not bound.
             Corrupt: its keys do not follow from its tokens and events.
+            TooLarge: see ``StreamContext.verify``.
             PoolFull: the engine has no room for all of it; nothing was taken.
             Refused: it is longer than the engine's model reaches.
             And what :meth:`head` raises.
@@ -245,8 +248,14 @@ class Sharing:
 
         Raises:
             PoolFull: there is no room; nothing was taken.
+            ValueError: ``room`` is too little; it was given back.
         """
         pool = engine.pool
+        if room is not None and len(room) < len(full) + (tail is not None):
+            pool.release(room)
+            raise ValueError(
+                f"room of {len(room)} blocks for {len(full) + (tail is not None)}: take one for each"
+            )
         found = [pool.find(block.key) for block in full]
         wanted = [block for block, mine in zip(full, found, strict=True) if mine is None]
         wanted += [tail] if tail else []
@@ -256,7 +265,6 @@ class Sharing:
             if room is None:
                 taken = pool.take(len(wanted))
             else:
-                assert len(room) >= len(wanted), "as many as all of them"
                 taken = list(room[: len(wanted)])
                 pool.release(room[len(wanted) :])
             held += taken
@@ -286,7 +294,8 @@ class Sharing:
         """
         namespace, pool = self.require_bound(engine), engine.pool
         size = namespace.block_tokens
-        if session.slot_count % size == 0:
+        here = not session.closed and session.swapped is None
+        if here and session.slot_count % size == 0:
             ahead = _ahead(session, tokens[: max(len(tokens) - 1, 0) // size * size])
             known = next((at for at, each in enumerate(ahead) if pool.find(each.key) is None), len(ahead))
             held = [block for each in ahead[:known] if (block := pool.find(each.key)) is not None]
@@ -309,10 +318,6 @@ class Sharing:
                 "namespace=client.bind(namespace)"
             )
         return engine.namespace
-
-    def _heads(self, record: bytes) -> Steps[list[StreamContext]]:
-        (state,) = yield from self._operations.state().get([record])
-        return [StreamContext.decode(value) for value in state.values]
 
     def _load(self, engine: Engine, wanted: Sequence[tuple[BlockId, ChainBlock]]) -> Steps[int]:
         """Fetch, verify, load and name, a part at a time; how many of the first could be had."""
@@ -356,6 +361,10 @@ class Lost:
 
 def _record(agent: str, name: str) -> bytes:
     return record_name("stream", agent, name)
+
+
+def _contexts(state: StateValue) -> list[StreamContext]:
+    return [StreamContext.decode(value) for value in state.values]
 
 
 def _ahead(session: Session, tokens: Sequence[int]) -> list[ChainBlock]:

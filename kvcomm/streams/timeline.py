@@ -12,7 +12,7 @@ from itertools import groupby
 from kvcomm.errors import KVCommError
 from kvcomm.streams.events import Event, EventKind, row_runs
 from kvcomm.streams.rollout_codec import RolloutRecord, RowRun
-from kvcomm.streams.view import View
+from kvcomm.streams.view import CUT_ROWS_MAX, View
 
 TEXT, SAMPLED, FILLER, REPEATED = range(4)
 """What a row is.  Text: a prompt, a message, a tool's output."""
@@ -93,7 +93,7 @@ class Timeline:
     def weights(self) -> tuple[tuple[int, int], ...]:
         """``(from row, version)``, ascending."""
         changes = (each for each in self.entries if isinstance(each, Happening) and each.kind == "weights")
-        return ((0, 0), *((each.at_row, each.weights_version) for each in changes))
+        return tuple(({0: 0} | {each.at_row: each.weights_version for each in changes}).items())
 
     def row_counts(self) -> dict[str, int]:
         """By what they are."""
@@ -122,14 +122,16 @@ def timeline(record: RolloutRecord) -> Timeline:
 
 def _follow(record: RolloutRecord, entries: list[Stretch | Happening]) -> str:
     """Tell the record into ``entries``; why it could not be told to its end."""
-    view, kinds = View(), _kinds(record)
+    view, kinds, cut_count = View(), _kinds(record), 0
     for index, each in enumerate(record.events):
         try:
             event = each.event()
-            if not view.next_row <= event.at_row <= len(kinds):
-                return f"event {index} is at row {event.at_row}, after row {view.next_row} of {len(kinds)}"
+            view.count_before(event, len(kinds))
             entries += _fed(view, kinds, event.at_row)
             entries.append(_happened(view, event, index))
+            cut_count += sum(cut.slot_count for cut in event.ranges)
+            if cut_count > CUT_ROWS_MAX:
+                return f"event {index}: {cut_count} rows are cut up to here, over CUT_ROWS_MAX={CUT_ROWS_MAX}"
         except KVCommError as error:
             return f"event {index}: {error.message}"
     entries += _fed(view, kinds, len(kinds))
@@ -160,11 +162,15 @@ def _happened(view: View, event: Event, index: int) -> Happening:
 
 
 def _kinds(record: RolloutRecord) -> bytearray:
-    """By row; what a damaged record says of rows that are not there is left out."""
+    """By row; what a damaged record says of rows that are not there, or says again, is left out: so it costs
+    each row once."""
     kinds = bytearray(len(record.tokens))
     sampled = [RowRun(run.first_row + 1, len(run.logprobs)) for run in record.samples]
     for runs, kind in ((sampled, SAMPLED), (record.filler_rows, FILLER), (record.repeated_rows, REPEATED)):
+        done = 0
         for first, count in runs:
-            end = min(first + count, len(kinds))
-            kinds[first:end] = bytes([kind]) * max(end - first, 0)
+            start, end = max(first, done), min(first + count, len(kinds))
+            if start < end:
+                kinds[start:end] = bytes([kind]) * (end - start)
+                done = end
     return kinds

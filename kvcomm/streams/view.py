@@ -7,17 +7,20 @@ Row ``q`` attends row ``k`` if and only if ``k <= q`` and ``q`` lies in one of `
 intervals ``[birth, death)``.  Evicting closes the last interval, restoring opens another one.
 
 A view is kept as runs, for it has few: rows are fed one after the other, and only events break their order.
-So feeding a row costs the same however many there are, and an event costs the runs, not the rows.
+So feeding a row costs the same however many there are, and an event costs the runs and the rows that it
+moves, not those that stay.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams.events import (
     ROOT_DIGEST,
     Event,
@@ -30,6 +33,10 @@ from kvcomm.streams.events import (
     row_runs,
     run_rows,
 )
+
+CUT_ROWS_MAX = 1 << 24
+"""Most rows that the events of a log may cut, all told, where the log comes from others: two hundred bytes of
+it can cut all rows once more and bring them back, and each row has another interval then."""
 
 
 @dataclass(slots=True)
@@ -72,6 +79,16 @@ class View:
         self.next_row += count
         if self._rows is not None:
             self._rows.extend(range(fed.first, self.next_row))
+
+    def count_before(self, event: Event, row_count: int) -> int:
+        """Rows that are fed before ``event``, which is one of a log of ``row_count`` rows.
+
+        Raises:
+            Corrupt: it is behind the last row, or before one that was fed.
+        """
+        if not self.next_row <= event.at_row <= row_count:
+            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {self.next_row}")
+        return event.at_row - self.next_row
 
     def unfeed(self, count: int) -> None:
         """The last ``count`` rows, all fed since the last event, never were."""
@@ -141,7 +158,7 @@ class View:
         if span in self.archived:
             raise Corrupt("a span is archived already")
         kept, gone = _divided(self.runs, chain.from_iterable(ranges))
-        return joined(kept), run_rows(gone)
+        return kept, run_rows(gone)
 
     def _with(self, span: SpanId, insert_at: int) -> tuple[list[Run], array[int]]:
         back = self.archived.get(span)
@@ -149,25 +166,46 @@ class View:
             raise Corrupt("a restore of rows that were not archived, or are back already")
         if insert_at > self.slot_count:
             raise Corrupt(f"a restore at slot {insert_at} of a view of {self.slot_count}")
-        before, after = _divided(self.runs, [insert_at])
-        return joined(chain(before, row_runs(back), after)), back
+        runs, after = _divided(self.runs, [insert_at])
+        _append(runs, row_runs(back))
+        _append(runs, after)
+        return runs, back
 
 
 def _divided(runs: Sequence[Run], borders: Iterable[int]) -> tuple[list[Run], list[Run]]:
     """The runs of the stretches between ``borders``, which are slots in ascending order: every other stretch
-    from the first on, and the others."""
+    from the first on, and the others.  Joined, as ``runs`` are.
+
+    What lies between two borders is taken at once: a view of scattered blocks has thousands of runs, of which
+    an event moves few.
+    """
+    ends = list(accumulate(map(itemgetter(1), runs)))
+    stretches = pairwise((0, *borders, *ends[-1:]))
     parts: tuple[list[Run], list[Run]] = [], []
-    slot, into, left = 0, 0, iter(borders)
-    border = next(left, None)
-    for first, length in runs:
-        end = slot + length
-        while border is not None and border < end:
-            parts[into].append(Run(first, border - slot))
-            first, slot = first + border - slot, border
-            into, border = 1 - into, next(left, None)
-        parts[into].append(Run(first, end - slot))
-        slot = end
+    for at, (start, end) in enumerate(stretches):
+        _append(parts[at % 2], _between(runs, ends, start, end))
     return parts
+
+
+def _between(runs: Sequence[Run], ends: Sequence[int], start: int, end: int) -> list[Run]:
+    """The runs of the slots ``[start, end)``; run ``i`` ends at slot ``ends[i]``."""
+    if start >= end:
+        return []
+    at, last = bisect_right(ends, start), bisect_left(ends, end)
+    found = list(runs[at : last + 1])
+    first, length = found[-1]
+    found[-1] = Run(first, length - (ends[last] - end))
+    first, length = found[0]
+    before = start - (ends[at] - runs[at].length)
+    found[0] = Run(first + before, length - before)
+    return found
+
+
+def _append(runs: list[Run], more: Sequence[Run]) -> None:
+    """Both are joined, and ``runs`` is afterwards."""
+    seam = joined((*runs[-1:], *more[:1]))
+    runs[-1:] = seam
+    runs += more[1:]
 
 
 def _tail(runs: Sequence[Run], count: int) -> list[Run]:
@@ -191,11 +229,6 @@ class Visibility:
     """By row: ``[birth, death)`` in rows that attend it, ascending, none empty and none touching the next.  A
     row in view at the end dies at ``row_count``."""
 
-    @property
-    def interval_count(self) -> int:
-        """Most intervals of one row; 0 without rows."""
-        return max(map(len, self.intervals), default=0)
-
     def sees(self, query: int, key: int) -> bool:
         """Whether row ``query`` attends row ``key``."""
         return key <= query and any(birth <= query < death for birth, death in self.intervals[key])
@@ -206,13 +239,13 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
 
     Raises:
         Corrupt: see :meth:`View.apply`; or an event is behind the last row.
+        TooLarge: see :func:`require_bounded`.
     """
+    require_bounded(row_count, events)
     view = View()
     intervals = [[(row, row_count)] for row in range(row_count)]
     for event in events:
-        if not view.next_row <= event.at_row <= row_count:
-            raise Corrupt(f"an event at row {event.at_row} of {row_count}, after row {view.next_row}")
-        view.feed(event.at_row - view.next_row)
+        view.feed(view.count_before(event, row_count))
         for row in view.apply(event):
             if event.kind == "evict":
                 _close(intervals[row], event.at_row)
@@ -220,6 +253,22 @@ def visibility(row_count: int, events: Sequence[Event]) -> Visibility:
                 _open(intervals[row], event.at_row, row_count)
     lived = (tuple(each for each in row if each[0] < row_count) for row in intervals)
     return Visibility(row_count, tuple(lived))
+
+
+def require_bounded(row_count: int, events: Iterable[Event]) -> None:
+    """Look at what a log will cost before it is followed.  No more rows can come back than were cut, and who
+    follows it stops at a cut of rows that are not there.
+
+    Raises:
+        TooLarge: its events cut more than :data:`CUT_ROWS_MAX` rows.
+    """
+    spans = chain.from_iterable(event.ranges for event in events)
+    count = sum(each.slot_count for each in spans if each.end <= row_count)
+    if count > CUT_ROWS_MAX:
+        raise TooLarge(
+            f"the events of this log cut {count} rows, over CUT_ROWS_MAX={CUT_ROWS_MAX}: cut and restore "
+            "less often, or begin a new stream"
+        )
 
 
 def _close(intervals: list[tuple[int, int]], at_row: int) -> None:

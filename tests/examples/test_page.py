@@ -46,10 +46,10 @@ def test_what_the_page_claims_was_recorded():
         by_arm.setdefault(record["arm"], []).append(record)
         assert record["mismatch_nats"] < 1e-12
         if record["cut_count"]:
-            assert record["forgetful_nats"] > 1e9 * record["mismatch_nats"]
+            assert record["forgetful_nats"] > 1e7 * record["mismatch_nats"]
     last = {arm: sum(each["recall"] for each in records[-5:]) / 5 for arm, records in by_arm.items()}
-    assert last["KV-streams"] > 0.7
-    assert last["full context"] > 0.7
+    assert last["KV-streams"] > 0.9
+    assert last["full context"] > 0.6
     assert last["re-prefill"] < 0.25, "guessing one of eight"
     for record in recorded("recall"):
         assert record["recall"] > 0.99 if record["knowable"] else record["recall"] < 2 * CHANCE, record

@@ -29,13 +29,15 @@ from kvcomm.block import BlockKey
 from kvcomm.engines.transformers.attention import Watch
 from kvcomm.engines.transformers.sampling import draw
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import PoolFull
+from kvcomm.errors import ConfigError, PoolFull
+from kvcomm.streams.archive import Repeated
 from kvcomm.streams.compactor import Compactor
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.conversation import Conversation, Markup
 from kvcomm.streams.events import Event
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.port import Policy
+from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.session import Session
@@ -46,6 +48,9 @@ Stop = Literal["token", "length", "rows"]
 """Why an answer ended: a stop token; ``max_new_tokens``; the model's length limit (``Session.rows_max``)."""
 
 PREFILL_ROWS = 512
+
+Adopt = Callable[[Session, Sequence[int]], int]
+"""Begins to feed tokens with blocks that are there; how many rows that gave: ``Session.adopt_prefix``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Stream:
         journal: of the new session.
 
     Raises:
-        ConfigError: the policy does not fit the engine's blocks.
+        ConfigError: the policy does not fit the engine's blocks, or needs a markup.
     """
 
     def __init__(
@@ -113,13 +118,21 @@ class Stream:
         journal: Callable[[Event], None] = _no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
+        if isinstance(policy, WholeTurns) and markup is None and not self.session.turns:
+            raise ConfigError(
+                "a policy of whole turns never cuts a stream that knows of none: give it a markup"
+            )
         self.compactor = Compactor(self.session, policy or Full(), archive=archive)
         self.recorder = Recorder(self.session, name)
         self.conversation: Conversation | None = None
         filler_rows = past.filler_rows if past else None
         if markup is not None and self.session.next_row:
             self.conversation = Conversation.resumed(
-                self.session, markup, filler_rows=filler_rows, filler_rows_max=filler_rows_max
+                self.session,
+                markup,
+                filler_rows=filler_rows,
+                repeated_rows=past.repeated_rows if past else (),
+                filler_rows_max=filler_rows_max,
             )
             filler_rows = self.conversation.filler_rows
         elif markup is not None:
@@ -133,7 +146,10 @@ class Stream:
         """Under way."""
         self.finished = False
         """The answer's last row has K/V."""
-        self._finishing = self._cut_due = self._obstacle_told = False
+        self._finishing = self._obstacle_told = False
+        self._cut_due = self.session.pending is not None
+        """Whether rows were fed that the policy was not asked about; a session that is taken over in the
+        middle of an answer may have some."""
         self._generator = torch.Generator().manual_seed(seed)
         self._engine = engine
 
@@ -186,18 +202,20 @@ class Stream:
             ValueError: an answer is under way.
         """
         self._require_no_answer()
-        policy, archive = self.compactor.policy, self.compactor.archive
-        other = Stream(
-            self._engine,
-            name,
-            policy=policy,
-            sampling=self.sampling,
-            session=conversation.session,
-            archive=archive,
+        other = Stream(self._engine, name, sampling=self.sampling, session=conversation.session)
+        other.compactor = Compactor(
+            conversation.session, self.compactor.policy, archive=self.compactor.archive
         )
         other.conversation, other._generator = conversation, self._generator
-        other.recorder.filler_at(conversation.filler_rows)
+        other.recorder.filler_rows += conversation.filler_rows
+        other.recorder.repeated_rows += conversation.repeated_rows
         return other
+
+    def repeated(self, again: Repeated) -> None:
+        """``Archive.repeat`` has fed the text of a lost span into this stream, and told its recorder."""
+        if self.conversation is not None:
+            self.conversation.repeated(again.row_count)
+        self.logits, self._cut_due = again.logits, True
 
     def close(self) -> None:
         """Let go of all memory; idempotent."""
@@ -240,11 +258,11 @@ class Stream:
             return None
         return self.session.next_keys(tokens[:size])[0]
 
-    def adopt(self, tokens: list[int]) -> list[int]:
-        """Take up the blocks that begin ``tokens``, if the memory has them; the rest is to be fed."""
+    def adopt(self, tokens: list[int], adopt: Adopt = Session.adopt_prefix) -> list[int]:
+        """Take up the blocks that begin ``tokens``, as far as ``adopt`` finds them; the rest is to be fed."""
         if self.first_key(tokens) is None:
             return tokens
-        count = self.session.adopt_prefix(tokens)
+        count = adopt(self.session, tokens)
         self._cut_due = count > 0
         self._read()
         return tokens[count:]
@@ -306,6 +324,7 @@ def prefill(
     prompts: Sequence[tuple[Stream, Prompt]],
     *,
     chunk_rows: int = PREFILL_ROWS,
+    adopt: Adopt = Session.adopt_prefix,
 ) -> None:
     """Admit a prompt to each stream: cut, then feed, with cuts between the chunks.  What the engine's memory
     has already, of siblings with the same past, is taken up and not computed; of siblings that begin here
@@ -313,6 +332,8 @@ def prefill(
 
     Args:
         chunk_rows: most rows of a stream in one pass.
+        adopt: where else blocks are looked for: ``lambda session, tokens: kv.adopt_prefix(session, engine,
+            tokens)`` asks the cluster, too.
 
     Raises:
         ValueError: a prompt is empty, or does not fit its stream's markup; a stream stands twice, or its
@@ -331,11 +352,10 @@ def prefill(
             unfed[stream] = stream.admit(prompt)
             starts[stream] = stream.first_key(unfed[stream])
         while unfed:
-            leaders = _first_of_each(unfed, starts)
             rest: dict[Stream, list[int]] = {}
-            for stream in leaders:  # each may send those before it out again
-                batch.bring_in(stream)
-                rest[stream] = stream.adopt(unfed.pop(stream))
+            for stream in _first_of_each(unfed, starts):
+                batch.bring_in(stream)  # the next one may put it out again
+                rest[stream] = stream.adopt(unfed.pop(stream), adopt)
             batch.feed_all(rest, chunk_rows)
     except BaseException:
         for stream, _ in prompts:
@@ -431,9 +451,12 @@ class _Limits:
 
     def _stop_at_limit(self, stream: Stream) -> None:
         answer, session = stream.answer, stream.session
-        if answer is None or answer.stop is not None or session.pending is not None:
+        if answer is None or answer.stop is not None:
             return
-        if len(answer.tokens) >= self.max_new_tokens:
+        if session.pending is not None:
+            if session.pending in self._stops(stream):  # who drew it did not come to finish
+                answer.stop = "token"
+        elif len(answer.tokens) >= self.max_new_tokens:
             answer.stop = "length"
         elif session.next_row >= session.rows_max:  # a token without a row would never have K/V
             answer.stop = "rows"

@@ -75,6 +75,7 @@ class Relay:
         except BaseException:
             session.close()
             raise
+        self._engine.counts.reprefilled(len(carry.tokens) - fed)
         self.rollouts.append(self.stream.rollout())
         self.stream.close()
         self.stream, self._restarter = stream, restarter

@@ -36,6 +36,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvcomm.block import token_array
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, window_of
 from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.replay import (
@@ -93,34 +94,36 @@ def replay(
 
     Raises:
         Unreplayable: no such pass computes what the engine did (``keeping``, attention that takes no mask),
-            or it has no gradient.
+            it has no gradient, or its mask has no room.
+        TooLarge: see ``kvcomm.streams.view.require_bounded``.
+        TokenError: a rollout has tokens that the model has not; a GPU would end the process over them.
         NotCompactable: rotary frequencies that depend on the length, layers without rows.
         Corrupt: an event does not follow from those before it.
     """
     require_maskable(keeping)
     require_compactable(model.config.to_dict())
     _require_masks(model, path, kv_dtype)
-    packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+    vocab_size = _vocab_size(model)
+    for each in rollouts:
+        token_array((*each.tokens, *(sample.token for sample in each.samples[-1:])), vocab_size)
+    done = pass_count(rollouts, path)  # looks at all events before anything runs
     if path == "mask":
-        logits, done = pack_logits(model, packed, kv_dtype), 1
+        packed = pack(rollouts, multiple=FLEX_TILE if _attention(model) == FLEX else 1).to(model.device)
+        logits = packed.split(pack_logits(model, packed, kv_dtype))
     else:
-        plans = [segments(rollout) for rollout in rollouts]
-        parts = [
-            _segmented(model, rollout, plan, kv_dtype, detach=path == "detached")
-            for rollout, plan in zip(rollouts, plans, strict=True)
-        ]
-        logits, done = torch.cat(parts), sum(map(len, plans))
+        logits = [_segmented(model, each, kv_dtype, detach=path == "detached") for each in rollouts]
     for _ in range(done, passes):
-        logits = logits + 0 * _idle_pass(model)
+        idle = 0 * _idle_pass(model)
+        logits = [own + idle for own in logits]
     return [
         Replayed(rollout, path, own, sampled_log_probabilities(own, rollout.samples))
-        for rollout, own in zip(rollouts, packed.split(logits), strict=True)
+        for rollout, own in zip(rollouts, logits, strict=True)
     ]
 
 
 def pass_count(rollouts: Sequence[Rollout], path: Path) -> int:
     """Forward passes that :func:`replay` takes for them."""
-    return 1 if path == "mask" else sum(len(segments(rollout)) for rollout in rollouts)
+    return 1 if path == "mask" else sum(1 for each in rollouts for _ in segments(each))
 
 
 def pack_logits(model: PreTrainedModel, packed: Pack, kv_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -148,7 +151,6 @@ def _masks(model: PreTrainedModel, packed: Pack) -> dict[str, Any]:
 def _segmented(
     model: PreTrainedModel,
     rollout: Rollout,
-    plan: Sequence[Segment],
     kv_dtype: torch.dtype | None,
     *,
     detach: bool,
@@ -158,8 +160,8 @@ def _segmented(
     asked = [sample.query_row for sample in rollout.samples]
     queries = torch.tensor(asked, dtype=torch.int64, device=model.device)
     held = _Held()
-    found, order = [], []
-    for segment in plan:
+    found = []
+    for segment in segments(rollout):
         held.keep((*segment.view_rows, *segment.archived_rows), detach=detach)
         cache = held.cache(len(segment.view_rows), kv_dtype)
         rows = torch.arange(segment.first_row, segment.end_row, device=model.device)
@@ -173,9 +175,10 @@ def _segmented(
             last=queries[here] - segment.first_row,
         )[0]
         held.add(segment, cache)
-        found.append(logits)
-        order.append(here)
-    return torch.cat(found)[torch.cat(order).argsort()]
+        found.append(logits)  # in the order of samples: they ascend, as segments do
+    if not found:
+        return torch.zeros(0, _vocab_size(model), device=model.device)
+    return torch.cat(found)
 
 
 def _segment_masks(model: PreTrainedModel, segment: Segment, rows: torch.Tensor) -> Mapping[str, Any]:
@@ -252,6 +255,10 @@ def _idle_pass(model: PreTrainedModel) -> torch.Tensor:
     return logits.float().mean()
 
 
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
 def _attention(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
@@ -269,9 +276,10 @@ def _require_masks(model: PreTrainedModel, path: Path, kv_dtype: torch.dtype | N
         raise Unreplayable(
             f"{FLEX!r} has no gradients on a CPU: train there with 'sdpa', or use torch.no_grad()"
         )
-    if kv_dtype is not None and model.training and _checkpoints(model):
+    if (kv_dtype is not None or path != "mask") and model.training and _checkpoints(model):
         raise Unreplayable(
-            "K/V are rounded in a cache, which gradient checkpointing does without: turn one of them off"
+            "K/V are rounded, and spliced between views, in a cache, which gradient checkpointing does "
+            "without: turn it off, or replay with path='mask' and without kv_dtype"
         )
 
 

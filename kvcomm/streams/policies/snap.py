@@ -59,7 +59,11 @@ class Snap(Budget):
 
 
 class LastAttention:
-    """Of the last forward passes that have ``observed`` rows together."""
+    """Of the last forward passes that have ``observed`` rows together.
+
+    A block that was out of view in some of them is judged by the others, or one that was brought back would
+    be the first to go again.
+    """
 
     def __init__(self, block_tokens: int, observed: int, pool: int) -> None:
         self._block_tokens, self._observed, self._pool = block_tokens, observed, pool
@@ -80,8 +84,9 @@ class LastAttention:
         full = len(rows) // size * size
         slots: list[float] = []
         for start in range(0, full, size):
-            parts = [blocks.get(rows[start], ()) for _, blocks in self._passes]
-            slots += [sum(part[at] for part in parts if at < len(part)) for at in range(size)]
+            seen = [(count, blocks[rows[start]]) for count, blocks in self._passes if rows[start] in blocks]
+            share = self._rows / max(1, sum(count for count, _ in seen))
+            slots += [share * sum(part[at] for _, part in seen if at < len(part)) for at in range(size)]
         smooth = _smoothed(slots, self._pool)
         return [max(smooth[start : start + size]) for start in range(0, full, size)]
 

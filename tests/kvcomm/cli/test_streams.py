@@ -151,6 +151,19 @@ def test_a_name_is_text_not_markup(tmp_path: Path):
     assert "rollout [bold]x[/]" in inspected(path, "--rollout", 0).stdout
 
 
+def test_a_name_or_a_reason_is_no_order_to_the_terminal(tmp_path: Path):
+    telling = Story(1)
+    telling.recorder.name = "a\x1b]0;owned\x07\nb"
+    telling.session.evict([(0, 4)], reason="\x1b[2J")
+    path = tmp_path / "one"
+    with path.open("wb") as opened:
+        write_rollouts(opened, [telling.recorder.rollout()] * 2)
+    listed, told = inspected(path), inspected(path, "--rollout", 0)
+    assert "\x1b" not in listed.stdout + told.stdout
+    assert "rollout a\\x1b]0;owned\\x07\\nb\n" in told.stdout
+    assert "(\\x1b[2J)" in told.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_ends_with_the_code_that_it_says(file: Path):

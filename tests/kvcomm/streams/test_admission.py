@@ -80,7 +80,7 @@ def test_spare_blocks_are_for_those_that_run() -> None:
 
 def test_what_cannot_be_waited_for() -> None:
     line = Admission(BlockPool(2), waiting_max=1)
-    for block_count, deadline in ((0, 9.0), (1, 0.0)):
+    for block_count, deadline in ((0, 9.0), (1, 0.0), (1, float("inf")), (1, float("nan"))):
         with pytest.raises(ValueError, match="give it time"):
             line.ask(block_count, 0.0, deadline)
     with pytest.raises(PoolFull, match="a pool of 2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from kvcomm.errors import NamespaceError, PoolFull
 from kvcomm.streams.admission import Admission, Granted, Place
 from kvcomm.streams.archive import Archive, SpanLost
 from kvcomm.streams.chain import chain_of
+from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
@@ -110,6 +112,9 @@ def test_edge_22_a_lost_span_is_told_and_its_text_read_again_as_new_rows() -> No
     rollout = recorder.rollout()
     assert rollout.repeated_rows == tuple(range(before + 1, before + 9)), "and it says so"
     session.check()
+    with pytest.raises(ValueError, match="no such span"):
+        archive(cluster, engine).repeat(session, lost, recorder)
+    assert session.next_row == before + 9, "once"
 
 
 def test_repeating_without_room_changes_nothing() -> None:
@@ -118,12 +123,14 @@ def test_repeating_without_room_changes_nothing() -> None:
     lose(cluster, engine, session, span)
     lost = run(archive(cluster, engine).bring_back(session, span))
     assert isinstance(lost, SpanLost)
-    taken = engine.pool.take(engine.pool.free_count)
+    taken, counts = engine.pool.take(engine.pool.free_count), StreamCounts()
+    away = Archive(cluster.sharing(), engine, bytes_max=0, counts=counts)
     with pytest.raises(PoolFull):
-        archive(cluster, engine).repeat(session, lost)
+        away.repeat(session, lost)
     assert span in session.archive
     engine.pool.release(taken)
-    archive(cluster, engine).repeat(session, lost)
+    away.repeat(session, lost)
+    assert counts.metrics.snapshot()['kvcomm_streams_rows_total{what="reprefilled"}'] == 8
 
 
 def test_edge_23_a_restore_without_room_takes_nothing_and_fetches_nothing() -> None:
@@ -138,6 +145,45 @@ def test_edge_23_a_restore_without_room_takes_nothing_and_fetches_nothing() -> N
     room = engine.pool.take(2)
     event = run(archive(cluster, engine).bring_back(session, span, room=room))
     assert isinstance(event, Event) and set(room) <= set(session.table)
+
+
+def test_room_beyond_what_is_needed_is_given_back_and_too_little_is_refused() -> None:
+    cluster, engine = Cluster(), ByteEngine(NAMESPACE, 30)
+    session, span = with_span(engine)
+    assert run(archive(cluster, engine).put_away(session, span)).moved
+    free = engine.pool.free_count
+    with pytest.raises(ValueError, match="room of 1 blocks for 2"):
+        run(archive(cluster, engine).bring_back(session, span, room=engine.pool.take(1)))
+    assert engine.pool.free_count == free
+    room = engine.pool.take(2)  # empty blocks go first: the pool still has the span's
+    assert isinstance(run(archive(cluster, engine).bring_back(session, span, room=room)), Event)
+    assert cluster.tier.fetched == 0 and engine.pool.free_count == free - 2
+    engine.pool.check()
+
+
+@pytest.mark.parametrize("meanwhile", ["closed", "restored"])
+def test_a_span_that_goes_meanwhile_is_published_whole(meanwhile: str) -> None:
+    cluster, engine = Cluster(), ByteEngine(NAMESPACE, 30)
+    session, span = with_span(engine)
+    blocks = session.archive[span].blocks
+    was = dict(zip(session.archive[span].keys, map(engine.payload, blocks), strict=True))
+    lookup = cluster.tier.lookup
+
+    def gone(keys: Any) -> Any:
+        if meanwhile == "closed":
+            session.close()
+            stranger = engine.session()
+            engine.feed([(stranger, [1] * 4 * engine.pool.free_count)])
+        else:
+            session.restore(span)
+        return lookup(keys)
+
+    cluster.tier.lookup = gone  # type: ignore[method-assign]
+    assert run(archive(cluster, engine).put_away(session, span)).moved
+    assert {key: copy[256:] for key, copy in cluster.tier.held.items()} == was
+    assert {*blocks} <= {*session.table} or meanwhile == "closed"
+    session.check()
+    engine.pool.check()
 
 
 @pytest.mark.parametrize("wrong", ["span", "place", "lost", "tenant"])
@@ -189,10 +235,12 @@ def test_archived_memory_is_bounded_and_the_coldest_goes_first() -> None:
     cold, cold_span = with_span(engine, seed=1)
     warm, warm_span = with_span(engine, seed=2)
     engine.generate(cold, 5)
-    away = archive(cluster, engine, bytes_max=2 * BLOCK)
+    counts = StreamCounts()
+    away = Archive(cluster.sharing(), engine, bytes_max=2 * BLOCK, counts=counts)
     assert away.memory_bytes([cold, warm]) == 4 * BLOCK
     assert [put.span for put in run(away.settle([warm, cold]))] == [cold_span]
     assert away.memory_bytes([cold, warm]) == 2 * BLOCK
+    assert counts.metrics.snapshot()["kvcomm_streams_archive_bytes"] == 2 * BLOCK
     assert warm.archive[warm_span].blocks and not cold.archive[cold_span].blocks
     assert run(away.settle([warm, cold])) == []
 
@@ -209,6 +257,18 @@ def test_what_forks_share_counts_once_and_leaves_memory_for_all_of_them() -> Non
     for each in (parent, child):
         assert isinstance(run(away.bring_back(each, span)), Event)
     assert engine.generate(parent, 9) == engine.generate(child, 9)
+
+
+def test_a_span_is_as_cold_as_for_the_fork_that_went_on_longest() -> None:
+    cluster, engine = Cluster(), ByteEngine(NAMESPACE, 100)
+    parent, shared = with_span(engine, seed=1)
+    child = engine.fork(parent, b"c" * 32)
+    other, alone = with_span(engine, seed=2)
+    engine.generate(other, 5)
+    engine.generate(parent, 9)
+    away = archive(cluster, engine, bytes_max=2 * BLOCK)
+    assert [put.span for put in run(away.settle([parent, other, child]))] == [shared]
+    assert child.archive[shared].blocks == () and other.archive[alone].blocks
 
 
 def test_a_span_that_cannot_move_stays_and_the_next_is_tried() -> None:

@@ -267,6 +267,16 @@ def test_edge_25_a_range_is_cut_where_it_covers_whole_blocks(
     session.check()
 
 
+def test_turns_that_were_named_apart_count_no_more_whatever_the_cut_left_of_them():
+    _, session = stream(200, protect=16)
+    for start, end in ((20, 60), (60, 100), (100, 140), (140, 190)):
+        session.end_turn(start, end)
+    events = Compactor(session, Named([(20, 60), (100, 140)])).after_forward()
+    assert [each for _, each in cuts(events)] == [((32, 48), (112, 128))]
+    assert session.turns == [(44, 84), (108, 158)]
+    session.check()
+
+
 def test_attention_is_asked_for_only_where_a_policy_goes_by_it():
     _, session = stream(16)
     assert Compactor(session, Full()).query_rows is None
@@ -302,13 +312,18 @@ def test_edge_15_a_fork_knows_what_its_blocks_are_worth():
     compactor.observe([1.0 if slot // 16 != 3 else 0.1 for slot in range(96)], 96)
     child = session.fork(bytes(32))
     forked = compactor.forked(child)
-    assert [each for _, each in cuts(forked.after_forward())] == [((48, 64),)]
-    assert [each for _, each in cuts(compactor.after_forward())] == [((48, 64),)]
+    known = compactor.look("forward").scores
+    assert forked.look("forward").scores == known and any(known)
     engine.feed(child, [1])
-    forked.observe([0.0] * 81, 1)
-    earlier = session.fork(bytes(32), at_row=96)
+    forked.observe([9.0] * 97, 1)
+    assert compactor.look("forward").scores == known, "what a child's blocks get is its own"
+    engine.feed(session, [2])
+    earlier = compactor.forked(session.fork(bytes(32), at_row=96))
+    assert not any(earlier.look("forward").scores), "some of what is known came of rows that it does not have"
+    assert [each for _, each in cuts(compactor.after_forward())] == [((48, 64),)]
+    assert [each for _, each in cuts(forked.after_forward())] == [((48, 64),)]
     compactor.stop()
-    assert compactor.forked(earlier).stopped
+    assert compactor.forked(session.fork(bytes(32))).stopped
 
 
 def test_a_policy_that_begins_new_streams_is_not_taken_for_one_that_cuts():

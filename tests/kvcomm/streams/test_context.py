@@ -15,8 +15,8 @@ from kvcomm.errors import Corrupt, NamespaceError, TooLarge
 from kvcomm.manifest import Manifest
 from kvcomm.namespace import TenantDigest
 from kvcomm.streams.chain import chain_of
-from kvcomm.streams.context import StreamContext, newest
-from kvcomm.streams.events import Run, SpanId
+from kvcomm.streams.context import ArchivedSpan, StreamContext, newest
+from kvcomm.streams.events import Event, Run, SpanId
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.session import Session
 from tests.kvcomm.streams.pasts import NAMESPACE, told
@@ -83,6 +83,7 @@ def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
         {"view_runs": (*runs, (last[0] - 1, last[1]))},
         {"archived": (context.archived[0]._replace(keys=(other,)), *context.archived[1:])},
         {"archived": (context.archived[0]._replace(span=SpanId(b"s" * 32)), *context.archived[1:])},
+        {"archived": (ArchivedSpan(SpanId(bytes(32)), ()), *context.archived)},
     ):
         with pytest.raises(Corrupt):
             replace(context, **change).verify(NAMESPACE)
@@ -94,6 +95,12 @@ def test_what_does_not_follow_from_tokens_and_events_is_refused() -> None:
         )
         with pytest.raises(Corrupt):
             replace(context, events=late).verify(NAMESPACE)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_though_it_is_only_pending() -> None:
+    context = context_of(told(8))
+    with pytest.raises(Corrupt, match="is none of its namespace"):
+        replace(context, pending=NAMESPACE.vocab_size).verify(NAMESPACE)
 
 
 def test_a_context_is_of_no_use_to_another_model_or_tenant() -> None:
@@ -115,8 +122,14 @@ def test_a_context_is_of_no_use_to_another_model_or_tenant() -> None:
         {"token_bytes": b"abc"},
         {"keys": ()},
         {"view_runs": ((0, 10_000),)},
+        {"filler_runs": (Run(0, 3), Run(0, 3))},
+        {"filler_runs": (Run(3, 1), Run(0, 1))},
+        {"filler_runs": (Run(0, 1), Run(1, 1))},
+        {"repeated_runs": (Run(0, 3), Run(2, 3))},
+        {"filler_runs": (Run(0, 3),), "repeated_runs": (Run(2, 1),)},
         {"protected": 3},
         {"pending": -1},
+        {"events": (Event("weights", 10_000, weights_version=1),)},
         {"turns": ((4, 2),)},
         {"turns": ((0, 10_000),)},
     ],
@@ -134,6 +147,31 @@ def test_bytes_that_are_whole_and_not_canonical_are_refused() -> None:
     )
     with pytest.raises(Corrupt):
         StreamContext.decode(doubled.encode()).verify(NAMESPACE)
+
+
+def test_a_log_that_cuts_rows_without_end_is_refused_before_it_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = context_of(told(5))
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3)
+    with pytest.raises(TooLarge, match="begin a new stream"):
+        context.verify(NAMESPACE)
+
+
+def test_rows_that_are_marked_twice_in_a_record_are_never_made() -> None:
+    """A megabyte of runs over all rows would be gigabytes for who adopts it."""
+    session = Session(BlockPool(10), NAMESPACE, rows_max=100)
+    session.commit(session.plan(list(range(20))))
+    context = replace(context_of(session), filler_runs=(Run(2, 1), Run(7, 3)), repeated_runs=(Run(3, 4),))
+    data = context.encode()
+    again = StreamContext.decode(data)
+    assert (again.filler_rows, again.repeated_rows) == ([2, 7, 8, 9], [3, 4, 5, 6])
+    pair = Run(2, 1)[0].to_bytes(8, "little") + Run(2, 1)[1].to_bytes(8, "little")
+    whole = (0).to_bytes(8, "little") + (20).to_bytes(8, "little")
+    forged = data[:-8].replace(pair, whole)
+    assert forged != data[:-8]
+    with pytest.raises(Corrupt, match="rows that are marked"):
+        StreamContext.decode(forged + xxh3_64_intdigest(forged).to_bytes(8, "little"))
 
 
 @pytest.mark.slow
@@ -155,6 +193,8 @@ def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
     contexts = [context_of(session)]
     session.sampled(5)
     contexts.append(context_of(session))
+    for siblings in (contexts, contexts[::-1]):
+        assert newest(siblings) == contexts[1], "a token was sampled since"
     session.commit(session.plan([5, 6, 7, 8, 9]))
     contexts.append(context_of(session))
     session.evict([(0, 4)])
@@ -167,6 +207,30 @@ def test_of_siblings_the_one_that_extends_the_others_is_the_newest() -> None:
     before = contexts[0]
     assert all(context_of(session).extends(each) for each in contexts)
     assert not replace(before, namespace=NAMESPACE.for_tenant(TenantDigest(b"t" * 16)).id).extends(before)
+
+
+def test_what_was_cut_before_the_end_of_the_other_went_another_way() -> None:
+    early, late = (Session(BlockPool(20), NAMESPACE, rows_max=100) for _ in range(2))
+    for session, first in ((early, 8), (late, 12)):
+        session.commit(session.plan(list(range(first))))
+    past = context_of(late)
+    early.evict([(0, 4)])
+    early.commit(early.plan(list(range(8, 14))))
+    assert not context_of(early).extends(past)
+    late.evict([(0, 4)])
+    late.commit(late.plan([12, 13]))
+    assert context_of(late).extends(past)
+
+
+def test_a_token_that_is_to_be_fed_is_behind_one_that_was() -> None:
+    session = Session(BlockPool(20), NAMESPACE, rows_max=100)
+    session.commit(session.plan([1, 2, 3]))
+    session.sampled(4)
+    pending = context_of(session)
+    session.commit(session.plan([4]))
+    fed = context_of(session)
+    assert fed.extends(pending) and not pending.extends(fed)
+    assert newest([pending, fed]) == fed
 
 
 @given(

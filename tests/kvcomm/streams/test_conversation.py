@@ -338,6 +338,13 @@ def test_where_the_model_s_rows_end_the_text_goes_before_filler():
     assert talk.session.turns == [(32, 58)]
 
 
+def test_where_the_model_s_rows_end_no_filler_takes_the_room_of_what_is_still_to_be_fed():
+    messages = [Dialogue(Full()).message(20)] * 2
+    for rows_max, filler in ((46, 0), (49, 0), (50, 4), (55, 4), (56, 10), (66, 20)):
+        chunk = Dialogue(Full(), rows_max=rows_max).conversation.admit(messages, PREFIX)
+        assert (len(chunk.tokens), len(chunk.filler)) == (46 + filler, filler)
+
+
 def test_where_no_row_is_left_the_last_token_stays_without_kv():
     talk = Dialogue(Full(), rows_max=51)
     talk.admit(talk.message(20), talk.message(5))
@@ -371,8 +378,8 @@ def test_the_layout_of_a_conversation_depends_on_nothing_else():
 
 def test_the_first_message_is_protected_before_a_window_can_cut_it():
     talk = Dialogue(WindowFifo(160, 64), chunk=48)
-    talk.admit(talk.message(150))
-    assert talk.session.protected == 160
+    talk.admit(talk.message(250))
+    assert talk.session.protected == 256
     assert talk.session.events == []
 
 
@@ -381,6 +388,23 @@ def test_a_chunk_may_end_between_an_end_and_what_belongs_to_it():
         talk = Dialogue(Full(), chunk=chunk)
         talk.admit(*[talk.message(length) for length in (20, 3, 30)], prefix=())
         assert talk.session.turns == [(32, 80)]
+
+
+def test_a_turn_that_is_brought_back_is_cut_again_in_its_order():
+    """Of no turn, it would stay for good, and every restore would make the view longer."""
+    talk = Dialogue(WholeTurns(3, 1))
+    talk.compactor.archive = True
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(4):
+        talk.turn(10, 12)
+    (cut,) = talk.session.events
+    rows = talk.session.archive[cut.span].rows
+    talk.session.restore(cut.span)
+    assert talk.session.turns[0] == (32, 32 + len(rows)) and len(talk.session.turns) == 4
+    talk.turn(10, 12)
+    assert len(talk.session.turns) == 3
+    assert not {*rows} & {*talk.session.view.rows}
+    talk.session.check()
 
 
 def test_edge_22_text_that_is_read_again_makes_no_messages_and_is_a_turn_of_its_own():
@@ -523,7 +547,8 @@ def test_any_dialogue_ends_in_whole_messages_and_honest_books(size, turns, chunk
 
 def known_to(conversation: Conversation) -> dict[str, object]:
     """What decides what it does next."""
-    names = ("message_count", "filler_rows", "in_message", "text_rows", "_border", "_turn", "_scanned")
+    books = ("message_count", "filler_rows", "repeated_rows", "in_message", "text_rows")
+    names = (*books, "_border", "_turn", "_scanned")
     return {name: copy(getattr(conversation, name)) for name in names}
 
 
@@ -562,6 +587,60 @@ def test_edge_15_a_fork_goes_on_with_the_conversation_from_any_row():
     now = talk.conversation.forked(talk.session.fork(bytes(32)))
     assert known_to(now) == known_to(talk.conversation)
     assert now.session.turns == talk.session.turns
+
+
+def test_edge_15_a_fork_between_a_message_and_its_filler_has_the_turn_too():
+    """Else its rows would be of no turn, and never cut."""
+    talk = Dialogue(WholeTurns(2, 1))
+    talk.admit(talk.message(20), prefix=())
+    talk.turn(10, 7)
+    (turn,) = talk.session.turns
+    ended = max(row for row in range(turn.end) if talk.session.tokens[row] == NEWLINE) + 1
+    assert talk.conversation.filler_rows[-1] == turn.end - 1 >= ended
+    for row in range(ended - 1, turn.end + 1):
+        child = talk.session.fork(bytes(32), at_row=row)
+        conversation = talk.conversation.forked(child)
+        assert child.turns == [(turn.start, row)]
+        assert (conversation.message_count, conversation.in_message) == (3, False)
+        child.check()
+    inside = talk.session.fork(bytes(32), at_row=ended - 2)
+    assert talk.conversation.forked(inside).in_message and inside.turns == []
+
+
+@pytest.mark.parametrize("row_count", [20, 25])
+def test_edge_22_who_reads_a_stream_once_more_takes_repeated_text_for_no_messages(row_count: int):
+    """Adopted, or forked: with an odd number of ends among them, the turns would be other pairs from then
+    on."""
+    talk = Dialogue(Full())
+    talk.admit(talk.message(20), prefix=())
+    for _ in range(2):
+        talk.turn(10, 12)
+    text = talk.session.tokens[40 : 40 + row_count]
+    assert text.count(END) == (1 if row_count == 20 else 2)
+    talk.engine.feed(talk.session, text)
+    talk.conversation.repeated(row_count)
+    again = Conversation.resumed(
+        talk.session,
+        talk.conversation.markup,
+        filler_rows=talk.conversation.filler_rows,
+        repeated_rows=talk.conversation.repeated_rows,
+    )
+    assert known_to(again) == known_to(talk.conversation)
+    before = talk.session.next_row - row_count
+    for row in (talk.session.next_row, talk.session.next_row - 3, before):
+        child = talk.session.fork(bytes(32), at_row=row)
+        forked = talk.conversation.forked(child)
+        assert (forked.message_count, forked.in_message) == (5, False)
+        assert forked.repeated_rows == [*range(before, row)]
+        assert child.turns == [*talk.session.turns[:2], *([(before, row)] if row > before else [])]
+    talk.turn(10, 12)
+    talk.conversation = Conversation.resumed(
+        talk.session, talk.conversation.markup, filler_rows=talk.conversation.filler_rows,
+        repeated_rows=again.repeated_rows,
+    )  # fmt: skip
+    turns = [*talk.session.turns]
+    talk.turn(10, 12)
+    assert talk.session.turns == [*turns, (turns[-1].end, talk.session.slot_count)]
 
 
 def test_rows_that_are_adopted_instead_of_computed_are_read_like_others():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 
 from kvcomm.aio import AsyncClient
@@ -59,6 +62,21 @@ def test_rows_and_events_are_counted(session: Session):
         'events{kind="weights"}': 1,
         "live_slots": 7,
     }
+
+
+def test_a_session_that_nobody_needs_is_gone_at_once(session: Session):
+    """With the bytes that an engine keeps for it, and not when a collector happens to look."""
+    counts = StreamCounts()
+    gc.disable()
+    try:
+        child = session.fork(bytes(32))
+        counts.forked(child)
+        last = ref(child)
+        child.close()
+        del child
+        assert last() is None
+    finally:
+        gc.enable()
 
 
 def test_a_batch_is_one_forward_pass_and_its_slots_are_added_up(session: Session):

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm.errors import Corrupt
-from kvcomm.streams.events import Event, Run, SlotRange, SpanId, ViewDigest, joined, row_runs, run_rows
+from kvcomm.streams.events import (
+    ROOT_DIGEST,
+    Event,
+    Run,
+    SlotRange,
+    SpanId,
+    ViewDigest,
+    joined,
+    next_digest,
+    row_runs,
+    run_rows,
+)
 
 SPAN = SpanId(b"s" * 32)
 CUT = (SlotRange(4, 8),)
@@ -53,6 +64,7 @@ def test_what_an_event_does_has_one_form_and_why_is_no_part_of_it() -> None:
         Event("evict", 20, CUT),
         Event("evict", 21, CUT),
         Event("evict", 20, CUT, SPAN),
+        Event("evict", 20, CUT, SpanId(b"t" * 32)),
         Event("evict", 20, (SlotRange(4, 12),)),
         Event("evict", 20, (SlotRange(0, 4), SlotRange(4, 8))),
         Event("evict", 20, CUT, weights_version=1),
@@ -82,3 +94,18 @@ def test_joined_runs_are_the_runs_of_the_same_rows(pairs: list[tuple[int, int]])
     runs = [Run(*pair) for pair in pairs]
     assert joined(runs) == row_runs(run_rows(runs))
     assert joined(joined(runs)) == joined(runs)
+
+
+def test_a_digest_is_over_the_one_before_the_event_and_the_rows_in_view() -> None:
+    """Two sides that agree about the events and not about what follows from them differ."""
+    other = ViewDigest(b"d" * 32)
+    digests = {
+        next_digest(ROOT_DIGEST, Event("evict", 20, CUT), [Run(0, 4), Run(8, 12)]),
+        next_digest(other, Event("evict", 20, CUT), [Run(0, 4), Run(8, 12)]),
+        next_digest(ROOT_DIGEST, Event("evict", 21, CUT), [Run(0, 4), Run(8, 12)]),
+        next_digest(ROOT_DIGEST, Event("evict", 20, CUT), [Run(8, 12), Run(0, 4)]),
+        next_digest(ROOT_DIGEST, Event("evict", 20, CUT), [Run(0, 4), Run(8, 11)]),
+        next_digest(ROOT_DIGEST, Event("evict", 20, CUT), []),
+    }
+    assert len(digests) == 6
+    assert {len(digest) for digest in digests} == {32}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvcomm.engines.transformers.replaying import Path, Replayed, pack_logits, pass_count, replay
 from kvcomm.engines.transformers.streaming import StreamEngine
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TokenError
 from kvcomm.streams.events import NO_SPAN, Event, SlotRange
 from kvcomm.streams.mismatch import EXACT, ROUNDED, Mismatch, exact_kl, mismatch
 from kvcomm.streams.model_rules import NotCompactable
@@ -337,6 +337,31 @@ class TestGradients:
             parts = torch.autograd.grad(loss, list(model.parameters()))
             alone += torch.cat([part.flatten() for part in parts])
         assert relative(total, alone) < 1e-4
+
+    def test_gate_g05_samples_without_loss_in_a_pack_are_as_if_they_were_not_there(self) -> None:
+        model, told = model_of("qwen3 sliding"), told_of("qwen3 sliding")
+        samplings = (Sampling(), Sampling(0.7, 20, 0.9), Sampling(0.0))
+        marked, left = [], []
+        for name in ("window", "unpadded"):
+            rollout = told[name].rollout
+            samples = [
+                replace(each, loss=bool(at % 3), sampling=samplings[at % 2 + at % 3 // 2])
+                for at, each in enumerate(rollout.samples)
+            ]
+            marked.append(replace(rollout, samples=tuple(samples)))
+            left.append(replace(rollout, samples=tuple(each for each in samples if each.loss)))
+        marked.append(
+            replace(marked[0], samples=tuple(replace(each, loss=False) for each in marked[0].samples))
+        )
+        gradients = []
+        for rollouts in (marked, left):
+            loss = torch.stack(
+                [policy_loss(each.log_probs, each.rollout, 1.0) for each in replay(model, rollouts)]
+            )
+            assert float(loss.detach()[:2].abs().min()) > 0
+            parts = torch.autograd.grad(loss.sum(), list(model.parameters()))
+            gradients.append(torch.cat([part.flatten() for part in parts]))
+        assert relative(*gradients) < 1e-4
 
     def test_evicted_turns_carry_loss_and_gradient_flows_through_what_they_wrote(self) -> None:
         """Loss on the samples behind the last cut alone reaches embeddings of rows that were cut before."""
@@ -658,9 +683,21 @@ class TestModels:
             assert found.logits.shape == (0, 512)
             assert found.log_probs.shape == (0,)
 
+    @pytest.mark.parametrize("path", [*PATHS, DETACHED])
+    def test_edge_19_a_rollout_without_rows_is_replayed_to_nothing(self, path: Path) -> None:
+        """Alone or beside others, and with a gradient for ranks that wait for each other."""
+        model, other = model_of("qwen3"), told_of("qwen3")["window"].rollout.truncated(60)
+        empty = Rollout.sealed("nothing", bytes(32), 16, (), (), ())
+        for rollouts in ([empty], [other, empty]):
+            found = replay(model, rollouts, path=path, passes=3)
+            assert found[-1].logits.shape == (0, 512)
+            torch.stack([policy_loss(each.log_probs, each.rollout, 1.0) for each in found]).sum().backward()
+            assert all(weight.grad is not None for weight in model.parameters())
+            model.zero_grad(set_to_none=True)
+
     def test_every_view_is_a_segment(self) -> None:
         rollout = told_of("qwen3")["restored"].rollout
-        assert len(segments(rollout)) == 1 + len({event.at_row for event in rollout.events})
+        assert len(list(segments(rollout))) == 1 + len({event.at_row for event in rollout.events})
 
 
 class TestRefusals:
@@ -669,6 +706,16 @@ class TestRefusals:
         for keeping in (Keeping(positions="slot"), Keeping(bits=4), Keeping(by_head=True)):
             with pytest.raises(Unreplayable):
                 replay(model_of("qwen3"), [rollout], keeping=keeping)
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_tokens_that_the_model_has_not_are_refused_before_they_reach_a_gpu(self, path: Path) -> None:
+        model, rollout = model_of("qwen3"), told_of("qwen3")["window"].rollout
+        fed = replace(rollout, tokens=(512, *rollout.tokens[1:]))
+        last = rollout.truncated(rollout.samples[-1].query_row + 1)
+        drawn = replace(last, samples=(*last.samples[:-1], replace(last.samples[-1], token=512)))
+        for other in (fed, drawn):
+            with pytest.raises(TokenError, match="512"):
+                replay(model, [rollout, other], path=path)
 
     def test_edge_11_rotations_that_change_with_the_length_are_refused(self) -> None:
         model = tiny_model(
@@ -699,3 +746,12 @@ class TestRefusals:
         getattr(model, new if hasattr(model, new) else old)()
         with pytest.raises(Unreplayable, match="checkpointing"):
             replay(model, [told_of("qwen3")["window"].rollout], kv_dtype=torch.bfloat16)
+
+    @pytest.mark.parametrize("path", ["segmented", DETACHED])
+    def test_segments_and_gradient_checkpointing_exclude_each_other(self, path: Path) -> None:
+        """It drops the cache in which K/V of earlier views are."""
+        model = tiny_model("llama").train()
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)()
+        with pytest.raises(Unreplayable, match="checkpointing"):
+            replay(model, [told_of("qwen3")["window"].rollout], path=path)

@@ -59,6 +59,23 @@ def test_gate_g10_what_an_earlier_cut_took_is_in_the_key() -> None:
     assert content != other_content and key != other_key
 
 
+def test_gate_g10_what_came_back_is_in_the_key() -> None:
+    """The same rows before it, the same tokens behind it, and one saw more."""
+
+    def live(engine: ToyEngine, session: Session) -> None:
+        engine.feed(session, [1] * 16)
+        span = session.evict([(4, 8)], archive=True).span
+        if restored:
+            session.restore(span, 4)
+        engine.feed(session, [5] * 4)
+
+    restored = False
+    key, content, lineage = lived(live)
+    restored = True
+    other_key, other_content, other_lineage = lived(live)
+    assert content != other_content and key != other_key and lineage != other_lineage
+
+
 def never_cut(engine: ToyEngine, session: Session) -> None:
     engine.feed(session, [1] * 4 + [2] * 4 + [3] * 8 + [5] * 4)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_k3_and_the_worst_token_are_those_of_the_definition() -> None:
 
 def test_small_differences_are_not_lost_in_rounding() -> None:
     report = mismatch([scored(rollout_of(session_of(20), [3]), [1e-8])])
-    assert report.k3.mean == pytest.approx(5e-17, rel=1e-3)
+    assert report.k3.mean == pytest.approx(5e-17, rel=1e-3, abs=0)
 
 
 def test_the_mean_of_k3_estimates_the_exact_kl() -> None:
@@ -85,6 +85,27 @@ def test_the_mean_of_k3_estimates_the_exact_kl() -> None:
     session = session_of(20)
     found = exact_kl(rollout_of(session, [4]), engine, trainer)
     assert found.tolist() == pytest.approx([expected])
+
+
+def test_the_exact_kl_in_a_report_is_from_the_engine_and_is_held_against_the_limits() -> None:
+    engine, trainer = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([[0.0, 1.0, -1.0]])
+    ours, its = torch.softmax(engine.double(), -1), torch.softmax(trainer.double(), -1)
+    rollout = rollout_of(session_of(20), [4])
+    report = mismatch([scored(rollout, [0.0])], engine_logits=[engine], trainer_logits=[trainer])
+    assert report.kl is not None
+    assert report.kl.mean == pytest.approx(float((ours * (ours / its).log()).sum()))
+    assert [problem.split(" is")[0].rpartition(" ")[0] for problem in report.beyond(ROUNDED)] == [
+        "mean KL",
+        "worst KL",
+    ]
+
+
+def test_the_exact_kl_of_the_most_probable_token_is_of_temperature_1() -> None:
+    torch.manual_seed(0)
+    engine, trainer = torch.randn(2, 1, 30)
+    plain = rollout_of(session_of(20), [4])
+    greedy = replace(plain, samples=tuple(replace(each, sampling=Sampling(0.0)) for each in plain.samples))
+    assert exact_kl(greedy, engine, trainer).tolist() == exact_kl(plain, engine, trainer).tolist()
 
 
 def test_the_exact_kl_is_of_the_temperatures_distributions() -> None:

@@ -138,6 +138,8 @@ def test_edge_15_a_fork_inherits_samples_and_learns_from_them_once():
     assert all(each.loss for each in parent.rollout().samples)
     kept = parent.fork(parent.session.fork(bytes(32)), "only", loss=True)
     assert all(each.loss for each in kept.samples)
+    again = child.fork(child.session.fork(bytes(32)), "grandchild", loss=True)
+    assert [each.loss for each in again.samples] == [False, False, True]
 
 
 def test_edge_15_a_fork_of_an_earlier_row_forgets_what_came_after():

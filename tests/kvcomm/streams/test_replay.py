@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
+from kvcomm.streams import replay as replay_module
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.replay import (
     Keeping,
@@ -119,6 +120,27 @@ class TestMask:
         assert len(packed.births) == 1
         assert attended(packed.dense())[20] == {*range(8), *range(16, 21)}
 
+    def test_a_row_that_comes_back_again_and_again_has_an_interval_each_time(self) -> None:
+        session = Session(BlockPool(40), namespace(block_tokens=4), rows_max=1000)
+        session.commit(session.plan(list(range(8))))
+        for token in range(5):
+            span = session.evict([(0, 4)], archive=True).span
+            session.commit(session.plan([token]))
+            session.restore(span, 0)
+            session.commit(session.plan([token]))
+        packed = pack([rolled(session, [])])
+        assert packed.births.shape == (8, 18)
+        assert [0 in keys for keys in attended(packed.dense())] == [True] * 8 + [False, True] * 5
+
+    def test_rows_that_come_back_without_end_are_refused_before_memory_is_gone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rollout = next(one for one, _ in map(story, range(50)) if pack([one]).births.shape[0] >= 4)
+        monkeypatch.setattr(replay_module, "INTERVALS_MAX", 2 * rollout.row_count)
+        with pytest.raises(Unreplayable, match="pack fewer rollouts, or replay them in segments"):
+            pack([rollout])
+        assert list(segments(rollout))
+
 
 class TestPack:
     @pytest.mark.slow
@@ -146,6 +168,14 @@ class TestPack:
         rows = packed.split(packed.query_rows)
         for rollout, start, found in zip(rollouts, packed.starts, rows, strict=True):
             assert found.tolist() == [start + sample.query_row for sample in rollout.samples]
+
+    @pytest.mark.parametrize("multiple", [1, 16])
+    def test_a_pack_has_a_row_for_a_model_to_run(self, multiple: int) -> None:
+        empty = Rollout.sealed("nothing", bytes(32), 4, (), (), ())
+        packed = pack([empty], multiple=multiple)
+        assert packed.row_count == multiple
+        assert packed.tokens.dtype == packed.positions.dtype == torch.int64
+        assert list(segments(empty)) == []
 
     def test_a_pack_of_nothing_is_refused(self) -> None:
         with pytest.raises(ValueError, match="at least one"):
@@ -180,10 +210,17 @@ class TestSegments:
             row = segment.end_row
         assert row == rollout.row_count
 
+    def test_a_log_that_cuts_rows_without_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rollout = next(rollout for rollout, _ in map(story, range(20)) if rollout.event_count > 1)
+        monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3)
+        for compute in (lambda one: list(segments(one)), lambda one: pack([one])):
+            with pytest.raises(TooLarge):
+                compute(rollout)
+
     def test_events_in_another_order_are_corrupt(self) -> None:
         rollout = next(rollout for rollout, _ in map(story, range(20)) if rollout.event_count > 1)
         swapped = replace(rollout, events=rollout.events[::-1], view_digest=rollout.events[0].view_digest)
-        for compute in (segments, lambda one: pack([one])):
+        for compute in (lambda one: list(segments(one)), lambda one: pack([one])):
             with pytest.raises(Corrupt):
                 compute(swapped)
 
@@ -228,6 +265,8 @@ class TestProbabilities:
         outside = sampled_log_probabilities(logits, [Sample(0, 2, 0.0, sampling)])
         assert torch.isfinite(outside).all()
         assert abs(float(inside - outside)) < 0.5
+        widened = torch.log_softmax(logits[0, [0, 1, 2]], -1)
+        assert float(outside) == pytest.approx(float(widened[-1]))
 
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
     def test_gradients_flow_and_are_finite(self, sampling: Sampling) -> None:
@@ -256,6 +295,13 @@ class TestProbabilities:
         (whole, slope), (parts, slope_of_parts) = found
         assert torch.equal(whole, parts)
         assert torch.equal(slope, slope_of_parts)
+
+    def test_edge_19_no_samples_are_still_a_function_of_the_logits(self) -> None:
+        logits = torch.zeros(0, 40, requires_grad=True)
+        found = sampled_log_probabilities(logits, [])
+        assert found.shape == (0,)
+        found.sum().backward()
+        assert logits.grad is not None
 
     def test_the_loss_is_over_samples_with_loss_alone(self) -> None:
         rollout = story(3)[0]

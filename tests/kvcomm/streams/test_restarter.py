@@ -187,6 +187,11 @@ def test_a_new_stream_with_other_tokens_is_refused():
     talk.engine.feed(other, [*carry.tokens[:-1], 500])
     with pytest.raises(ValueError, match=r"feed carry.tokens into a new session first"):
         talk.restarter.moved(other, carry)
+    cut = talk.engine.session()
+    talk.engine.feed(cut, carry.tokens)
+    cut.evict([(16, 32)], archive=True)
+    with pytest.raises(ValueError, match=r"and nothing else"):
+        talk.restarter.moved(cut, carry)
     with pytest.raises(ValueError, match="rows are fed and 32 were carried over"):
         talk.conversation.moved(talk.engine.session(), carry.rows)
 

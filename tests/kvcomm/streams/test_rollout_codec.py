@@ -260,6 +260,28 @@ def test_rows_that_a_run_claims_are_not_made_before_they_are_known_to_be_there()
         codec.from_json(text(found))
 
 
+@pytest.mark.parametrize("runs", [[[0, 4]] * 3, [[2, 2], [0, 1]], [[0, 2], [1, 2]]], ids=str)
+@pytest.mark.parametrize("which", ["filler_rows", "repeated_rows"])
+def test_rows_that_runs_claim_twice_are_not_made(which: str, runs: list[list[int]]):
+    """Each is within the rollout, and eight bytes of it again are four million rows more."""
+    found = tree(Rollout.sealed("x", bytes(32), 4, [1, 2, 3, 4], (), ()))
+    found["rollout"][which] = runs
+    record = codec.parsed(text(found))
+    with pytest.raises(Corrupt, match="do not ascend"):
+        record._rows(getattr(record, which))
+    found["rollout"]["checksum"] = codec._checksum(record)
+    with pytest.raises(Corrupt, match="do not ascend"):
+        codec.from_json(text(found))
+
+
+def test_text_that_has_no_bytes_is_refused_when_it_is_written():
+    """A lone surrogate, as file names of other encodings have it."""
+    rollout = Rollout.sealed("\ud800", bytes(32), 4, [1], (), ())
+    for write in (codec.encode, codec.to_json):
+        with pytest.raises(TooLarge, match="no room"):
+            write(rollout)
+
+
 def test_a_size_over_the_bound_is_refused_by_its_first_bytes(monkeypatch: pytest.MonkeyPatch):
     size = struct.pack("<I", codec.ROLLOUT_BYTES_MAX + 1)
     with pytest.raises(Corrupt, match="cannot have"):
@@ -308,6 +330,38 @@ def test_what_is_not_canonical_is_refused():
         found["rollout"]["checksum"] = codec._checksum(codec.parsed(text(found)))
         with pytest.raises(Corrupt, match="canonical"):
             codec.from_json(text(found))
+
+
+def test_bytes_beside_the_record_are_refused_though_its_checksum_is_right():
+    """It is of the one form, which whoever adds something to it can still compute."""
+    rollout = Rollout.sealed("x", bytes(32), 4, [1, 2], (), [Sample(0, 2, -1.0, Sampling())])
+    good = codec.encode(rollout)
+    body, checksum = good[:-8], good[-8:]
+    longer = body[:12] + struct.pack("<I", len(good) + 3) + body[16:] + b"abc" + checksum
+    reserved = body[:10] + b"\x01" + body[11:] + checksum
+    (run,) = codec.unpacked(good).samples
+    told = codec._SAMPLE_RUN.pack(run.first_row, 1, run.sampling, 1)
+    assert body.count(told) == 1
+    loss = body.replace(told, told[:-1] + b"\x02") + checksum
+    two = struct.pack("<III", 2, 7, 7)
+    pending = codec.encode(
+        replace(rollout, tokens=(1,), row_count=1, samples=(Sample(0, 7, -1.0, Sampling()),))
+    )
+    one = pending[:-8].replace(struct.pack("<II", 1, 7), two)
+    doubled = one[:12] + struct.pack("<I", len(one) + 8) + one[16:] + pending[-8:]
+    assert len(doubled) == len(pending) + 4
+    for other in (longer, reserved, loss, doubled):
+        with pytest.raises(Corrupt):
+            codec.decode(other)
+    assert codec.decode(good) == rollout
+
+
+def test_a_sampling_that_is_not_there_is_refused():
+    found = tree(Rollout.sealed("x", bytes(32), 4, [1, 2], (), [Sample(0, 2, -1.0, Sampling())]))
+    found["rollout"]["samples"][0]["sampling"] = 1
+    found["rollout"]["checksum"] = codec._checksum(codec.parsed(text(found)))
+    with pytest.raises(Corrupt, match="without a token or a sampling"):
+        codec.from_json(text(found))
 
 
 @pytest.mark.slow

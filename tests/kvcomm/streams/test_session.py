@@ -184,6 +184,17 @@ def test_no_more_is_kept_than_was_planned(count: int) -> None:
     session.check()
 
 
+def test_a_sampled_token_of_which_no_row_was_kept_is_still_to_be_fed() -> None:
+    engine, session = started(2)
+    session.sampled(7)
+    session.commit(session.plan([7, 8]), 0)
+    assert session.pending == 7
+    with pytest.raises(ValueError, match="7 was sampled"):
+        session.plan([8])
+    engine.feed(session, [7])
+    assert session.pending is None
+
+
 def test_a_feed_that_failed_never_was() -> None:
     engine, session = started(5)
     before = (list(session.view.rows), session.table[:], engine.pool.free_count)
@@ -231,6 +242,8 @@ def test_turns_keep_to_their_rows(ends: list[int], places: set[int], back: int) 
     within = [start < at < end for start, end in session.turns]
     session.restore(event.span, at)
     found = [set(session.view.rows[start:end]) for start, end in session.turns]
+    if not any(within):
+        found.remove(cut)  # it is a turn of its own
     assert [each - cut for each in found] == kept
     assert [each & cut for each in found] == [cut if inside else set() for inside in within]
     session.check()
@@ -243,6 +256,26 @@ def test_a_turn_begins_behind_the_one_before() -> None:
         with pytest.raises(ValueError, match="a turn"):
             session.end_turn(start)
     assert session.turns == [(2, 6)]
+
+
+def test_turns_are_dropped_by_where_they_stand_and_counted() -> None:
+    _, session = started(12)
+    for start, end in ((0, 3), (3, 6), (7, 9)):
+        session.end_turn(start, end)
+    assert session.drop_turns(1, 8) == 1
+    assert session.turns == [(0, 3), (7, 9)]
+    assert session.drop_turns(3, 7) == 0
+    assert session.drop_turns(0, 12) == 2
+    assert session.turns == []
+
+
+def test_what_is_protected_stays_so() -> None:
+    _, session = started(16)
+    for slots, protected in ((5, 8), (3, 8), (0, 8), (9, 12)):
+        session.protect(slots)
+        assert session.protected == protected
+    with pytest.raises(ValueError, match="protected prefix of 12"):
+        session.evict([(8, 12)])
 
 
 # -- faults of other implementations
@@ -381,6 +414,16 @@ def test_ordinary_blocks_have_ordinary_keys() -> None:
     assert session.next_keys([1, 2, 3]) == block_keys(session.namespace, [*session.tokens, 1, 2, 3])[3:]
 
 
+def test_the_next_blocks_are_named_also_while_the_bytes_are_elsewhere() -> None:
+    _, session = started(13)
+    names = session.next_keys([1, 2, 3])
+    session.swap_out()
+    assert session.next_keys([1, 2, 3]) == names
+    session.close()
+    with pytest.raises(Refused, match="closed"):
+        session.next_keys([1, 2, 3])
+
+
 def test_a_pending_token_may_come_from_a_block() -> None:
     engine, first = started(12)
     second = engine.session()
@@ -515,7 +558,7 @@ def test_edge_17_rows_carry_the_weights_that_computed_them() -> None:
     engine.feed(session, [1])
     assert weights_runs(11, session.events) == [(0, Run(0, 6)), (3, Run(6, 4)), (4, Run(10, 1))]
     assert session.events[-1].weights_version == 4
-    for version in (4, -1):
+    for version in (4, -1, 1 << 63):
         with pytest.raises(ValueError, match="no change"):
             session.set_weights(version)
 
@@ -753,3 +796,18 @@ def test_a_cut_costs_the_table_and_not_the_rows() -> None:
         costs.append(lines_and_bytes(lambda: session.evict([(16, 528)])))  # noqa: B023
     assert costs[0][0] == costs[1][0]
     assert costs[1][1] < costs[0][1] + 4 * 8 * (64_000 // 16)
+
+
+def test_an_event_in_a_scattered_view_costs_what_it_moves() -> None:
+    """Every other block is gone, so each of the others is a run of its own."""
+    costs = []
+    for block_count in (40, 4_000):
+        session = Session(BlockPool(5_000), namespace(block_tokens=4), rows_max=100_000)
+        session.commit(session.plan([1] * (4 * block_count)))
+        session.evict([(place, place + 4) for place in range(4, 4 * block_count, 8)])
+        assert len(session.view.runs) == block_count // 2
+        cut, spans = [(12, 16), (20, 24)], []
+        lines = [lines_and_bytes(lambda: spans.append(session.evict(cut, archive=True).span))[0]]  # noqa: B023
+        lines.append(lines_and_bytes(lambda: session.restore(spans[0], 8))[0])  # noqa: B023
+        costs.append(lines)
+    assert costs[0] == costs[1]

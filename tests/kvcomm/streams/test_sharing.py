@@ -194,6 +194,28 @@ def test_large_contexts_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     assert taker.generate(other, 9) == maker.generate(session, 9)
 
 
+def test_nothing_behind_a_missing_part_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "PART_BYTES", NAMESPACE.block_bytes)
+    cluster, maker, taker = Cluster(), engine(), engine()
+    session = compacted(maker)
+    run(cluster.sharing().publish(session, maker, "planner", "main"))
+    chain = chain_of(NAMESPACE, session.tokens, session.events)
+    del cluster.tier.held[chain.blocks[1].key]
+    answer = run(cluster.sharing().adopt(taker, "planner", "main"))
+    assert isinstance(answer, Missing) and answer.rows == chain.blocks[1].rows
+
+
+@pytest.mark.parametrize("gone", ["closed", "swapped out"])
+def test_a_prefix_for_a_session_without_its_bytes_is_refused(gone: str) -> None:
+    cluster, maker = Cluster(), engine()
+    session = maker.session()
+    maker.feed([(session, list(range(8)))])
+    session.close() if gone == "closed" else session.swap_out()
+    with pytest.raises(Refused):
+        run(cluster.sharing().adopt_prefix(session, maker, list(range(20))))
+    assert maker.pool.free_count == maker.pool.block_count
+
+
 @pytest.mark.parametrize("steps_taken", range(1, 5))
 def test_an_adoption_that_is_given_up_lets_go_of_its_room(steps_taken: int) -> None:
     cluster, maker, taker = Cluster(), engine(), engine()
@@ -373,6 +395,46 @@ def test_another_way_of_the_same_stream_is_a_conflict_until_told() -> None:
         run(cluster.sharing().publish(child, maker, "planner", "main"))
     run(cluster.sharing().publish(child, maker, "planner", "main", replaces=True))
     assert run(cluster.sharing().head("planner", "main")).tokens.tolist() == child.tokens
+
+
+def test_a_head_that_came_meanwhile_is_not_replaced_unseen() -> None:
+    """Two threads of one client, whose memory of what it saw is one: the later write does not cover the
+    head that was never compared with."""
+    cluster, maker = Cluster(), engine(200)
+    sharing, session, other = cluster.sharing(), compacted(maker), compacted(maker, seed=2)
+    put, seen = cluster.tier.put, []
+
+    def meanwhile(copies: Any) -> Any:
+        cluster.tier.put = put  # type: ignore[method-assign]
+        assert run(sharing.publish(other, maker, "planner", "main")).complete
+        seen.append(len(cluster.records.written))
+        return put(copies)
+
+    cluster.tier.put = meanwhile  # type: ignore[method-assign]
+    assert run(sharing.publish(session, maker, "planner", "main")).complete
+    theirs, mine = cluster.records.written
+    assert seen == [1] and theirs.value != mine.value
+    assert mine.context == {}, "of the head that it looked at: there was none"
+
+
+def test_each_of_the_siblings_must_be_a_past() -> None:
+    cluster, maker = Cluster(), engine(200)
+    cluster.records.concurrent = True
+    session = compacted(maker)
+    for each in (session, compacted(maker, seed=2)):
+        run(cluster.sharing().publish(each, maker, "planner", "main", replaces=True))
+    with pytest.raises(Conflict, match="not a past"):
+        run(cluster.sharing().publish(session, maker, "planner", "main"))
+
+
+def test_a_head_that_cannot_be_read_can_be_replaced() -> None:
+    cluster, maker = Cluster(), engine()
+    run(cluster.operations().state().put([(RECORD, b"damaged", None)]))
+    session = compacted(maker)
+    with pytest.raises(Corrupt):
+        run(cluster.sharing().publish(session, maker, "planner", "main"))
+    assert run(cluster.sharing().publish(session, maker, "planner", "main", replaces=True)).complete
+    assert run(cluster.sharing().head("planner", "main")).row_count == session.next_row
 
 
 def test_siblings_of_which_one_extends_the_other_are_one_stream() -> None:

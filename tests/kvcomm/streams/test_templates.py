@@ -56,6 +56,13 @@ def counts_in_its_prefix(messages: Sequence[Message], add_generation_prompt: boo
     return ids + text(f"<{len(messages)}>") * add_generation_prompt
 
 
+def test_a_conversation_without_answers_yet_has_its_generation_prefix_too():
+    question = [{"role": "user", "content": "One?"}]
+    assert rendered(chatml, question).generation_prefix == tuple(text("<assistant>"))
+    with pytest.raises(TemplateError, match="not always the same"):
+        rendered(counts_in_its_prefix, [*question, {"role": "assistant", "content": "x"}, *question])
+
+
 def test_the_ids_of_each_message_and_the_generation_prefix():
     found = rendered(chatml)
     assert len(found.messages) == 5

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm.errors import KVCommError
+from kvcomm.streams.pool import BlockPool
+from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.rollout import Rollout, Sampling
 from kvcomm.streams.rollout_codec import RowRun, encode, parsed, record_of, to_json, unpacked
+from kvcomm.streams.session import Session
 from kvcomm.streams.timeline import Happening, Stretch, timeline
 from tests.kvcomm.streams.stories import Story, story
 
@@ -70,6 +73,10 @@ def test_what_is_told_adds_up(seed: int):
     counts = found.row_counts()
     assert sum(counts.values()) == rollout.row_count
     assert counts["filler"] == len(rollout.filler_rows)
+    assert (found.sample_count, found.loss_count) == (
+        len(rollout.samples),
+        sum(each.loss for each in rollout.samples),
+    )
     assert counts["sampled"] == sum(each.query_row + 1 < rollout.row_count for each in rollout.samples)
     assert found.weights[-1][1] == (rollout.events[-1].weights_version if rollout.events else 0)
     seen = rollout.visibility()
@@ -88,7 +95,9 @@ def test_the_first_damage_is_named_and_what_came_before_is_told():
     assert found.damage.startswith("event 1: the restore at row 26 was recorded over another history")
     assert len(found.entries) == 3
     tree["rollout"]["events"][1]["at_row"] = 1_000
-    assert timeline(parsed(json.dumps(tree).encode())).damage.startswith("event 1 is at row 1000")
+    assert timeline(parsed(json.dumps(tree).encode())).damage.startswith(
+        "event 1: an event at row 1000 of 27"
+    )
     tree["rollout"]["events"][1]["insert_at"] = -1
     assert "not an event" in timeline(parsed(json.dumps(tree).encode())).damage
 
@@ -120,3 +129,29 @@ def test_a_run_of_rows_that_are_not_there_costs_nothing():
     record = record_of(rollout)
     claims = msgspec.structs.replace(record, filler_rows=[RowRun(0, 4_000_000_000)])
     assert timeline(claims).damage
+
+
+def test_a_log_that_cuts_rows_without_end_is_told_up_to_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvcomm.streams.timeline.CUT_ROWS_MAX", 7)
+    found = timeline(record_of(told()))
+    assert "8 rows are cut up to here" in found.damage
+    assert len(found.entries) == 2
+
+
+def test_weights_of_which_no_row_was_computed_are_not_told():
+    telling = Story(1)
+    telling.session = Session(BlockPool(9), telling.session.namespace, rows_max=100)
+    telling.recorder = Recorder(telling.session, "x")
+    telling.session.set_weights(3)
+    telling.prompt(5)
+    telling.session.set_weights(4)
+    telling.session.set_weights(6)
+    assert timeline(record_of(telling.recorder.rollout())).weights == ((0, 3), (5, 6))
+
+
+def test_rows_that_are_claimed_twice_are_told_once():
+    record = record_of(replace(told(), filler_rows=()))
+    claims = msgspec.structs.replace(record, filler_rows=[RowRun(20, 4), RowRun(0, 24), RowRun(22, 3)])
+    found = timeline(claims)
+    assert found.damage
+    assert found.row_counts()["filler"] == 5

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcomm.errors import Corrupt
+from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams.events import Event, Run, SlotRange, SpanId
 from kvcomm.streams.view import View, visibility, weights_runs
 from tests.kvcomm.streams.life import ToyEngine
@@ -68,6 +68,20 @@ def test_a_view_in_runs_is_the_list_of_its_rows(data: st.DataObject) -> None:
     assert list(view.rows) == rows
 
 
+def test_rows_that_a_cut_brings_together_are_one_run() -> None:
+    view = fed(12)
+    happened(view, Event("evict", 12, (SlotRange(4, 8),), SPAN))
+    happened(view, Event("restore", 12, span=SPAN, insert_at=8))
+    assert view.runs == [Run(0, 4), Run(8, 4), Run(4, 4)]
+    happened(view, Event("evict", 12, (SlotRange(4, 8),), SPAN))
+    assert view.runs == [Run(0, 8)]
+    happened(view, Event("restore", 12, span=SPAN, insert_at=8))
+    assert view.runs == [Run(0, 12)]
+    happened(view, Event("evict", 12, (SlotRange(0, 4), SlotRange(8, 12)), SPAN))
+    happened(view, Event("restore", 12, span=SPAN, insert_at=0))
+    assert view.runs == [Run(0, 4), Run(8, 4), Run(4, 4)]
+
+
 IMPOSSIBLE: dict[str, Event] = {
     "row": Event("evict", 7, (SlotRange(0, 4),)),
     "slot": Event("evict", 8, (SlotRange(4, 12),)),
@@ -102,9 +116,25 @@ def test_visibility_has_no_interval_in_which_no_row_ran() -> None:
     events += [happened(view, event) for event in late]
     assert visibility(10, events).intervals[0] == ((0, 8),)
     found = visibility(11, events)
-    assert found.intervals[0] == ((0, 8), (10, 11)) and found.interval_count == 2
+    assert found.intervals[0] == ((0, 8), (10, 11))
     assert visibility(11, events[:-1]).intervals[0] == ((0, 8),)
-    assert visibility(0, []).interval_count == 0
+    assert visibility(0, []).intervals == ()
+
+
+def test_a_log_that_cuts_rows_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred bytes a time, and every row has another interval."""
+    view, events = fed(8), list[Event]()
+    for _ in range(3):
+        row = view.next_row
+        events.append(happened(view, Event("evict", row, (SlotRange(0, 8),), SPAN)))
+        view.feed(1)
+        events.append(happened(view, Event("restore", row + 1, span=SPAN, insert_at=0)))
+        view.feed(1)
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3 * 8)
+    assert visibility(view.next_row, events).intervals[0][-1] == (13, 14)
+    monkeypatch.setattr("kvcomm.streams.view.CUT_ROWS_MAX", 3 * 8 - 1)
+    with pytest.raises(TooLarge, match="cut 24 rows"):
+        visibility(view.next_row, events)
 
 
 def test_weights_runs_are_all_rows_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvcomm.engines.transformers.generating import Answer, Prompt, Stream, generate, prefill
@@ -55,6 +57,87 @@ def adopted(cluster: Cluster, taker: StreamEngine, policy: Policy, markup: Marku
 def assert_same(mine: Answer, theirs: Answer) -> None:
     assert mine.tokens == theirs.tokens
     assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < CLOSE
+
+
+def test_edge_22_a_talk_goes_on_behind_the_text_of_a_lost_span_here_and_where_it_is_adopted() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    stream = Stream(maker, "mine", policy=WholeTurns(4, 1), markup=CHAT, sampling=GREEDY)
+    for turn in range(3):
+        asked = [[*drawn(turn, 20), END, NEWLINE]] * (1 + (turn == 0))
+        answered(maker, stream, Prompt(asked), 9)
+    start, _ = stream.session.turns[0]
+    span = stream.session.evict([(start, start + 32)], archive=True).span
+    rows = stream.session.archive[span].rows
+    text = [stream.session.tokens[row] for row in rows]
+    assert text.count(END) == 1, "one end of a message: read as one, it would shift all turns"
+    archive = Archive(cluster.sharing(), maker, bytes_max=0)
+    stream.repeated(archive.repeat(stream.session, SpanLost(span, rows, rows, True), stream.recorder))
+    assert run(
+        cluster.sharing().publish(stream.session, maker, "planner", "main", recorder=stream.recorder)
+    ).complete
+    other = adopted(cluster, taker, WholeTurns(4, 1), CHAT)
+    for turn in range(3):
+        prompt = Prompt([[*drawn(50 + turn, 23), END, NEWLINE]])
+        assert_same(answered(maker, stream, prompt, 9), answered(taker, other, prompt, 9))
+        assert stream.session.turns == other.session.turns
+    assert stream.session.events[:-1] and stream.session.events == other.session.events
+    mine, theirs = stream.rollout(), other.rollout()
+    assert mine.repeated_rows == theirs.repeated_rows != ()
+    assert mine.filler_rows == theirs.filler_rows
+    report = mismatch(replay(maker.model, [mine]))
+    assert not report.beyond(EXACT), report
+
+
+def test_a_prompt_is_taken_from_the_cluster_as_far_as_anybody_has_read_it() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    system, question = [*drawn(1, 40), END, NEWLINE], [*drawn(2, 30), END, NEWLINE]
+    stream = Stream(maker, "mine", markup=CHAT, sampling=GREEDY)
+    mine = answered(maker, stream, Prompt([system, question]), 9)
+    run(cluster.sharing().publish(stream.session, maker, "planner", "main"))
+    other = Stream(taker, "theirs", markup=CHAT, sampling=GREEDY)
+    gave: list[int] = []
+
+    def adopt(session: Session, tokens: Sequence[int]) -> int:
+        gave.append(run(cluster.sharing().adopt_prefix(session, taker, tokens)))
+        return gave[-1]
+
+    prefill(taker, [(other, Prompt([system, question], [7]))], adopt=adopt)
+    assert gave == [48 + 32] and other.session.next_row == 81
+    assert other.rollout().filler_rows == stream.rollout().filler_rows[:6]
+    third = Stream(taker, "third", markup=CHAT, sampling=GREEDY)
+    prefill(taker, [(third, Prompt([system, question]))], adopt=adopt)
+    (theirs,) = generate(taker, [third], 9, stop=(), end=END)
+    assert_same(theirs, mine)
+
+
+def test_a_stream_that_is_taken_over_in_the_middle_of_an_answer_is_cut_where_its_maker_s_is() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    policy = WindowFifo(64, 32)
+    stream = Stream(maker, "mine", policy=policy, sampling=GREEDY)
+    prefill(maker, [(stream, Prompt([drawn(1, 65)]))])
+    (answer,) = generate(maker, [stream], 40, stop=())
+    first = answer.tokens[0]
+    begun = maker.session()
+    maker.feed([(begun, drawn(1, 65))])
+    begun.sampled(first)
+    run(cluster.sharing().publish(begun, maker, "planner", "main"))
+    other = adopted(cluster, taker, policy, None)
+    (theirs,) = generate(taker, [other], 39, stop=())
+    assert theirs.tokens == answer.tokens[1:]
+    assert other.session.events == stream.session.events
+
+
+def test_an_answer_whose_end_was_drawn_before_it_was_taken_over_is_finished_and_not_gone_on_with() -> None:
+    cluster, maker, taker = Cluster(), engine_of(), engine_of()
+    stream = Stream(maker, "mine", markup=CHAT, sampling=GREEDY)
+    prefill(maker, [(stream, Prompt([[*drawn(n, 20), END, NEWLINE] for n in range(2)], [7]))])
+    stream.session.sampled(END)
+    run(cluster.sharing().publish(stream.session, maker, "planner", "main", recorder=stream.recorder))
+    other = adopted(cluster, taker, WholeTurns(2, 1), CHAT)
+    (answer,) = generate(taker, [other], 9)
+    assert (answer.tokens, answer.stop) == ([], "token")
+    assert other.session.turns == [(32, 80)] and other.session.tokens[65:67] == [END, NEWLINE]
+    assert other.session.pending is None and answer.filler_count == 13
 
 
 @pytest.mark.parametrize(("kind", "markup"), [("qwen3 sliding", None), ("llama gqa", CHAT)])

@@ -526,6 +526,8 @@ def test_what_is_refused():
         prefill(engine, [(stream, plain(1, 5))], chunk_rows=0)
     with pytest.raises(ConfigError, match="whole blocks"):
         Stream(engine, "y", policy=WindowFifo(64, 20))
+    with pytest.raises(ConfigError, match="give it a markup"):
+        Stream(engine, "y", policy=WholeTurns(2, 1))
     speaker = Stream(engine, "z", markup=CHAT)
     with pytest.raises(ValueError, match="end-of-message"):
         prefill(engine, [(speaker, plain(1, 5))])

@@ -56,6 +56,10 @@ def test_a_re_prefilled_conversation_is_what_it_would_be_if_the_rest_had_never_b
     assert all(not rollout.events for rollout in relay.all_rollouts())
     kept = 32 + 32
     assert relay.computed_again == 2 * (kept - 32 * adopt)
+    counted = engine.counts.metrics.snapshot()['kvcomm_streams_rows_total{what="reprefilled"}']
+    assert counted == relay.computed_again
+    held = engine.pool.block_count - engine.pool.free_count
+    assert held == len(relay.stream.session.table), "those that ended hold nothing"
 
     fresh = engine.session()
     (logits,) = engine.feed([(fresh, relay.stream.session.tokens)])

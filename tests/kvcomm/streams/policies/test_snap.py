@@ -43,7 +43,15 @@ def test_only_the_last_rows_count():
     blocks.observe([0, 1, 2, 3], [0.0, 1.0, 0.0, 0.0], 1)
     assert blocks.scores([0, 1, 2, 3]) == [5.0, 1.0, 0.0, 0.0], "one row more is needed"
     blocks.observe([0, 2, 3, 4], [0.0, 0.0, 2.0, 0.0], 1)
-    assert blocks.scores([0, 1, 2, 3, 4]) == [0.0, 1.0, 0.0, 2.0, 0.0]
+    assert blocks.scores([0, 2, 3, 4]) == [0.0, 0.0, 2.0, 0.0]
+
+
+def test_a_block_that_was_brought_back_is_judged_by_the_rows_that_saw_it():
+    blocks = LastAttention(2, observed=4, pool=1)
+    blocks.observe([0, 1, 4, 5, 6, 7, 8], [0.0, 0.0, 3.0, 0.0, 1.0, 0.0, 0.0], 3)
+    rows = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    blocks.observe(rows, [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 1)
+    assert blocks.scores(rows) == [0.0, 4.0, 4.0, 1.0, 0.0], "one row gave it as much as four gave the next"
 
 
 def test_what_the_question_asks_about_survives_the_long_prompt():
