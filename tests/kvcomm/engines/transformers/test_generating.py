@@ -476,6 +476,25 @@ def test_a_pass_that_fails_in_the_middle_of_answers_costs_no_token():
     assert written(7) == written(45) == expected  # while they write, and while they finish
 
 
+def test_a_prompt_that_was_fed_in_part_is_not_answered_and_a_fork_begins_it_again():
+    engine = engine_of("llama gqa", 12)
+    stream, other = Stream(engine, "talk", markup=CHAT, seed=1), engine.session()
+    prompts = [Prompt([message(1, 30)], [7, 8]), Prompt([message(2, 90)], [7, 8])]
+    answered(engine, stream, prompts[0], 5, end=END)
+    row = stream.session.next_row
+    engine.feed([(other, drawn(9, 5 * 16))])
+    with pytest.raises(PoolFull):
+        prefill(engine, [(stream, prompts[1])], chunk_rows=32)
+    assert row < stream.session.next_row < row + 90
+    with pytest.raises(ValueError, match="all of its prompt"):
+        generate(engine, [stream], 5)
+    other.close()
+    again = stream.fork("again", seed=2, at_row=row)
+    stream.close()
+    answered(engine, again, prompts[1], 5, end=END)
+    assert_exact(engine, again.rollout())
+
+
 def test_steps_over_pages_write_what_steps_over_lanes_write():
     model, answers = stream_model("qwen3"), []
     for decode in ("lanes", "pages"):
