@@ -90,9 +90,9 @@ def _draw_entropy(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
         steps, entropies = _column(records, "step"), _column(records, "entropy_nats")
         panel.plot(steps, entropies, color=COLOURS[arm], alpha=0.25, linewidth=1)
         panel.plot(steps, _smoothed(entropies), color=COLOURS[arm], linewidth=2, label=arm)
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.4 * panel.get_ylim()[1])  # room for the legend
     panel.set_title("Entropy of the policy")
-    panel.set_xlabel("training step")
+    _count_steps(panel)
     panel.set_ylabel("mean of sampled tokens (nats)")
     panel.legend(loc="upper right", frameon=False)
 
