@@ -65,7 +65,7 @@ def _draw_reward(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
                color="#57606a", transform=panel.get_yaxis_transform())  # fmt: skip
     panel.set_ylim(0, 1.04)
     panel.set_title("Reward")
-    panel.set_xlabel("training step")
+    _count_steps(panel)
     panel.set_ylabel("mean reward of a conversation (1 = all right)")
     panel.legend(loc="lower right", frameon=False)
 
@@ -80,7 +80,7 @@ def _draw_mismatch(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
     panel.set_yscale("log")
     panel.set_ylim(1e-16, 1e2)
     panel.set_title("Mismatch: replay against generation")
-    panel.set_xlabel("training step")
+    _count_steps(panel)
     panel.set_ylabel("KL estimate k3, mean of sampled tokens (nats)")
     panel.legend(loc="lower right", bbox_to_anchor=(1, 0.2), frameon=False)
 
@@ -90,11 +90,18 @@ def _draw_entropy(panel: Axes, by_arm: dict[str, list[Record]]) -> None:
         steps, entropies = _column(records, "step"), _column(records, "entropy_nats")
         panel.plot(steps, entropies, color=COLOURS[arm], alpha=0.25, linewidth=1)
         panel.plot(steps, _smoothed(entropies), color=COLOURS[arm], linewidth=2, label=arm)
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.4 * panel.get_ylim()[1])  # room for the legend
     panel.set_title("Entropy of the policy")
-    panel.set_xlabel("training step")
+    _count_steps(panel)
     panel.set_ylabel("mean of sampled tokens (nats)")
     panel.legend(loc="upper right", frameon=False)
+
+
+def _count_steps(panel: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    panel.set_xlabel("training step")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_rows(panel: Axes, by_arm: dict[str, list[Record]]) -> None:

@@ -128,6 +128,18 @@ def test_who_goes_first_rotates_and_all_stop_after_the_same_turn():
     assert order[:: TEXT.written] == ["splice", "again", "never", "again", "never", "splice"]
 
 
+def test_a_cut_pays_for_what_the_engine_would_do_at_the_next_feed():
+    (splice,) = runners([Arm("splice", 3, 1)], TEXT)
+    now = [0.0]
+
+    def refresh(sessions: Sequence[Session]) -> None:
+        now[0] += 5.0
+
+    splice.refresh, splice.clock = refresh, lambda: now[0]
+    *_, found = race([splice])
+    assert [*found.runs[0].cuts.values()] == [5.0] * 4
+
+
 def test_no_chunk_is_longer_than_it_may_be():
     (again,) = runners([Arm("again", 3, 1)], TEXT, streams=2)
     for _ in race([again]):

@@ -12,7 +12,17 @@ from bench import streams
 from bench.arms import Arm, Part, Race, Run, Text, Turn
 from bench.gpu_streams import first_behind, late, one_block_off
 from bench.plots import step_lines
-from bench.stream_sections import Gap, Recorded, cut_ratio, from_json, longest, rounds_of, tables, to_json
+from bench.stream_sections import (
+    Gap,
+    Recorded,
+    baseline,
+    cut_ratio,
+    from_json,
+    longest,
+    rounds_of,
+    tables,
+    to_json,
+)
 from bench.streams import SMOKE_SCHEDULES, blocks_for
 from kvcomm.streams.pool import BlockPool
 from kvcomm.streams.rollout import Rollout, Sample, Sampling
@@ -65,6 +75,14 @@ def test_cuts_are_compared_turn_by_turn():
     ratio = cut_ratio([race.runs[1] for race in rounds], [race.runs[0] for race in rounds])
     assert ratio is not None and (ratio.p10, ratio.median, ratio.p90) == (250, 400, 500)
     assert cut_ratio([rounds[0].runs[2]], [rounds[0].runs[0]]) is None, "what never cuts has no ratio"
+
+
+def test_an_arm_is_held_against_the_one_that_cuts_alike():
+    turns = raced(0.1, 0.2).runs[0].turns
+    runs = [Run(arm, turns) for arm in (Arm("splice", 8, 4), Arm("splice", 8, 1), Arm("again", 8, 1))]
+    race = Race(TEXT, 1, runs)
+    assert baseline(race, runs[2].arm) is runs[1]
+    assert baseline(race, Arm("never")) is runs[0]
 
 
 def test_races_of_one_kind_are_rounds():

@@ -28,6 +28,7 @@ def test_a_rollout_is_as_good_as_it_is_above_its_siblings():
     assert torch.allclose(found.sum(1), torch.zeros(3), atol=1e-6)
     assert (found[0].sign() == torch.tensor([-1, 1, 1, -1])).all()
     assert (found[1] == 0).all(), "siblings that are all alike teach nothing"
+    assert found[[0, 2]].std(1).tolist() == pytest.approx([1, 1], abs=1e-3), "each group by its own spread"
     assert found[2, 3] < -1.4 < 0.4 < found[2, 0], "the rare one weighs more"
 
 

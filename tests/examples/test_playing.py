@@ -92,6 +92,8 @@ def test_an_answer_is_trained_on_once_however_often_it_is_computed(played):
     for each in played[AGAIN]:
         _, moved = each.rollouts
         assert moved.samples
+        question = each.episode.questions[3]  # three turns are over, and two of them go
+        assert moved.tokens[each.rows_again :][: len(question)] == question
         assert all(sample.query_row >= each.rows_again for sample in moved.samples)
 
 

@@ -150,6 +150,8 @@ class Stream:
         self._cut_due = self.session.pending is not None
         """Whether rows were fed that the policy was not asked about; a session that is taken over in the
         middle of an answer may have some."""
+        self._prompt_end = 0
+        """The row behind the prompt that was admitted last; fewer are fed where a pass failed."""
         self._generator = torch.Generator().manual_seed(seed)
         self._engine = engine
 
@@ -192,6 +194,7 @@ class Stream:
         child.conversation = self.conversation and self.conversation.forked(session)
         if session.next_row == self.session.next_row:
             child.logits, child.finished, child._cut_due = self.logits, self.finished, self._cut_due
+            child._prompt_end = self._prompt_end
         return child
 
     def successor(self, name: str, conversation: Conversation) -> Stream:
@@ -232,10 +235,19 @@ class Stream:
         self.compactor.at_admission()
         self._cut_due = self.finished = False
         if self.conversation is None:
-            return [token for part in (*prompt.messages, prompt.generation_prefix) for token in part]
-        chunk = self.conversation.admit(prompt.messages, prompt.generation_prefix)
-        self._tell_obstacle()
-        return [*chunk.tokens]
+            tokens = [token for part in (*prompt.messages, prompt.generation_prefix) for token in part]
+        else:
+            tokens = [*self.conversation.admit(prompt.messages, prompt.generation_prefix).tokens]
+            self._tell_obstacle()
+        self._prompt_end = self.session.next_row + len(tokens)
+        return tokens
+
+    @property
+    def prompted(self) -> bool:
+        """Whether it can answer: there is something to go on from, and no prompt was fed in part."""
+        if self.session.next_row < self._prompt_end:
+            return False
+        return self.logits is not None or self.session.pending is not None
 
     @property
     def goes_on_uncut(self) -> bool:
@@ -339,7 +351,10 @@ def prefill(
         ValueError: a prompt is empty, or does not fit its stream's markup; a stream stands twice, or its
             answer is not finished.
         Refused: more rows than the model takes.
-        PoolFull: not even one of them fits with what others hold.  Rows that were fed stay.
+        PoolFull: not even one of them fits with what others hold.
+
+    Where this raises, rows that were fed stay, and a stream whose prompt was not fed whole does not answer:
+    to try again, fork it at the row where the prompt began.
     """
     if chunk_rows < 1:
         raise ValueError("chunk_rows must be at least 1")
@@ -396,8 +411,8 @@ def generate(
     """
     limits = _Limits(max_new_tokens, stop, end, loss)
     batch = _Batch(engine, streams)
-    if any(stream.logits is None and stream.session.pending is None for stream in streams):
-        raise ValueError("prefill a stream before it generates")
+    if not all(stream.prompted for stream in streams):
+        raise ValueError("prefill a stream before it generates, all of its prompt")
     for stream in streams:
         if stream.goes_on_uncut:
             batch.bring_in(stream)

@@ -19,6 +19,7 @@ from kvcomm.streams.policies.snap import Snap
 from kvcomm.streams.policies.turns import WholeTurns
 from kvcomm.streams.policies.window import WindowFifo
 from kvcomm.streams.rollout import Rollout, Sampling
+from kvcomm.streams.session import Session
 from tests.kvcomm.engines.transformers.test_streaming import drawn
 from tests.models import STREAM_MODEL_KINDS, StreamModelKind, stream_model
 
@@ -205,7 +206,16 @@ def test_edge_12_rows_run_out_although_few_are_in_view():
     assert stream.session.slot_count < 70
 
 
-def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
+def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch):
+    gone: list[Session] = []
+    swap_out = StreamEngine.swap_out
+
+    def spied(engine: StreamEngine, session: Session) -> None:
+        gone.append(session)
+        swap_out(engine, session)
+
+    monkeypatch.setattr(StreamEngine, "swap_out", spied)
+
     def written(block_count: int) -> tuple[list[Answer], list[Stream], StreamEngine]:
         engine = engine_of("qwen3", block_count)
         streams = [Stream(engine, f"{n}", policy=WINDOW, seed=n) for n in range(4)]
@@ -213,6 +223,7 @@ def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
         return generate(engine, streams, 60, stop=()), streams, engine
 
     answers, streams, _ = written(128)
+    assert not gone
     squeezed, given_way, engine = written(11)  # of the 5 blocks that each of 4 wants
     for mine, its, one, other in zip(answers, squeezed, streams, given_way, strict=True):
         assert mine.tokens == its.tokens
@@ -220,6 +231,7 @@ def test_edge_13_a_stream_that_gives_way_goes_on_as_if_it_had_not():
         assert one.session.events == other.session.events
         assert one.session.tokens == other.session.tokens  # and no row was fed twice
     engine.pool.check()
+    assert 2 <= len(gone) <= 12, "it waits until there is room, and does not come and go at every step"
 
 
 @pytest.mark.parametrize("decode", ["lanes", "pages"])
@@ -462,6 +474,25 @@ def test_a_pass_that_fails_in_the_middle_of_answers_costs_no_token():
 
     expected = written(-1)
     assert written(7) == written(45) == expected  # while they write, and while they finish
+
+
+def test_a_prompt_that_was_fed_in_part_is_not_answered_and_a_fork_begins_it_again():
+    engine = engine_of("llama gqa", 12)
+    stream, other = Stream(engine, "talk", markup=CHAT, seed=1), engine.session()
+    prompts = [Prompt([message(1, 30)], [7, 8]), Prompt([message(2, 90)], [7, 8])]
+    answered(engine, stream, prompts[0], 5, end=END)
+    row = stream.session.next_row
+    engine.feed([(other, drawn(9, 5 * 16))])
+    with pytest.raises(PoolFull):
+        prefill(engine, [(stream, prompts[1])], chunk_rows=32)
+    assert row < stream.session.next_row < row + 90
+    with pytest.raises(ValueError, match="all of its prompt"):
+        generate(engine, [stream], 5)
+    other.close()
+    again = stream.fork("again", seed=2, at_row=row)
+    stream.close()
+    answered(engine, again, prompts[1], 5, end=END)
+    assert_exact(engine, again.rollout())
 
 
 def test_steps_over_pages_write_what_steps_over_lanes_write():

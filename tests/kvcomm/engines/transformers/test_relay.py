@@ -188,3 +188,22 @@ def test_a_session_with_a_past_goes_on_as_a_conversation():
     assert len(stream.session.turns) == len(parent.session.turns) == 2
     assert stream.rollout().filler_rows[: len(parent_filler)] == parent_filler
     assert_exact(engine, stream.rollout())
+
+
+def test_a_successor_goes_on_with_the_draw_of_the_stream_before_it():
+    engine = engine_of()
+    moved, stays = begun(engine), begun(engine)
+    for stream in (moved, stays):
+        stream.uniform()
+    assert moved.conversation is not None
+    assert moved.successor("later", moved.conversation).uniform() == stays.uniform()
+
+
+def test_what_was_filler_before_a_move_is_filler_behind_it():
+    engine = engine_of()
+    relay = Relay(engine, begun(engine), Reprefill(WholeTurns(1, 1)))
+    told(relay, engine, [10])
+    assert relay.move()
+    rollout, conversation = relay.stream.rollout(), relay.stream.conversation
+    assert conversation is not None
+    assert rollout.filler_rows == tuple(conversation.filler_rows) != ()
