@@ -186,10 +186,11 @@ class TestReplayIsGeneration:
             StreamEngine(model, 400), {name: SCENARIOS[name] for name in ("window", "restored")}
         )
         for writer in writers.values():
-            for path in PATHS:
-                report = judged(writer, replayed(model, writer.rollout, path))
+            reports = [judged(writer, replayed(model, writer.rollout, path)) for path in PATHS]
+            for report in reports:
                 assert report.beyond(ROUNDED) == [], str(report)
-                assert report.k3.mean > EXACT.mean, "bf16 is not fp32: a limit that cannot fail"
+            # one of them: passes of the same size may round alike
+            assert max(report.k3.mean for report in reports) > EXACT.mean, "a limit that cannot fail"
             blind = mismatch([replayed(model, faults.lost(writer.rollout))])
             assert blind.beyond(ROUNDED), "the alarm sees that events were lost"
 
