@@ -44,7 +44,7 @@ _DOMAIN = b"kvcomm.streams.event/1\x00"
 _HEAD = struct.Struct("<BQqQII")
 _PAIR = struct.Struct("<QQ")
 _SPAN_BYTES: dict[EventKind, tuple[int, ...]] = {
-    "evict": (0, 32), "restore": (32,), "fork": (32,), "weights": (0,),
+    "evict": (0, 32), "restore": (32,), "fork": (32,), "weights": (0, 32),
 }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ class Event:
     """``evict``: ascending, disjoint, not empty; in the view before the event."""
     span: SpanId = NO_SPAN
     """``evict``: under this name the rows are archived (empty = they are gone); ``restore``: those that come
-    back; ``fork``: the digest of the parent's name, so that a log tells where it came from."""
+    back; ``fork``: the digest of the parent's name, so that a log tells where it came from; ``weights``: the
+    digest of the new ones (empty = their version alone names them)."""
     insert_at: int = -1
     """``restore``: slot, on a block border, where the rows come back; -1 otherwise."""
     reason: str = ""

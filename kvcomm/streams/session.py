@@ -370,23 +370,28 @@ class Session:
         else:
             del self.archive[span]
 
-    def set_weights(self, version: int, reason: str = "weights") -> Event:
+    def set_weights(self, version: int, reason: str = "weights", *, digest: bytes = b"") -> Event:
         """Rows from now on are computed with other weights, over the K/V of the old ones.
-
-        The number is all that names them in a block's key: two trainings that begin with one model, in one
-        namespace, must not count alike, or each finds what the other computed.
 
         Blocks that become full from then on are found by none but those who changed at the same row after the
         same tokens.  A new session under new weights does this before its first row: then it shares the
         blocks of every other that did, and none of older weights.
 
+        Args:
+            digest: 32 bytes that no other weights have.  Without one the version alone names them in a
+                block's key, and two trainings of one model in one namespace that count alike would each find
+                what the other computed.
+
         Raises:
-            ValueError: no version, or the one in force.
+            ValueError: no version, or the one in force, or no digest.
         """
         self._require_idle()
+        if len(digest) not in (0, 32):
+            raise ValueError(f"a digest of weights has 32 bytes, not {len(digest)}")
         if not 0 <= version <= POSITION_MAX or version == self.view.weights_version:
             raise ValueError(f"weights {version} after {self.view.weights_version}: that is no change")
-        return self._new(Event("weights", self.next_row, reason=reason, weights_version=version))
+        event = Event("weights", self.next_row, span=SpanId(digest), reason=reason, weights_version=version)
+        return self._new(event)
 
     def fork(
         self,

@@ -22,6 +22,7 @@ from operator import itemgetter
 
 from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.streams.events import (
+    NO_SPAN,
     ROOT_DIGEST,
     Event,
     Run,
@@ -50,6 +51,8 @@ class View:
     """The row that is fed next."""
     digest: ViewDigest = ROOT_DIGEST
     weights_version: int = 0
+    weights_digest: SpanId = NO_SPAN
+    """Of the last weights event."""
     archived: dict[SpanId, array[int]] = field(default_factory=dict)
     """Rows that can be restored."""
     _rows: array[int] | None = field(default=None, compare=False, repr=False)
@@ -128,6 +131,8 @@ class View:
         elif event.kind == "evict" and event.span:
             self.archived[event.span] = moved
         self.runs, self.digest, self.weights_version = after, digest, event.weights_version
+        if event.kind == "weights":
+            self.weights_digest = event.span
         self.slot_count += {"evict": -len(moved), "restore": len(moved)}.get(event.kind, 0)
         self._rows = None
         return moved

@@ -15,7 +15,7 @@ from kvcomm.engines.transformers.attention import Watch, watching
 from kvcomm.engines.transformers.chunk import Chunk
 from kvcomm.engines.transformers.decoding import PagedDecode, decodes_pages
 from kvcomm.engines.transformers.forward import FULL, SLIDING, forward, layer_types, window_of
-from kvcomm.engines.transformers.identity import namespace_of
+from kvcomm.engines.transformers.identity import namespace_of, weights_digest
 from kvcomm.engines.transformers.lanes import Lanes, lane_cache
 from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.errors import Refused
@@ -79,6 +79,7 @@ class StreamEngine:
         self.rows_max = rows_max or int(config.max_position_embeddings)
         self.weights_version = 0
         """Of the rows that are computed now; see :meth:`set_weights`."""
+        self._weights_digest = b""
         self._swapped: WeakKeyDictionary[Session, list[memoryview]] = WeakKeyDictionary()
         self._chunk_rows = chunk_rows
         self._kinds = sorted(set(layer_types(model)))
@@ -94,7 +95,7 @@ class StreamEngine:
         session = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
         self.counts.watch(session)
         if self.weights_version:
-            session.set_weights(self.weights_version)
+            session.set_weights(self.weights_version, digest=self._weights_digest)
         return session
 
     def recovered(
@@ -117,21 +118,32 @@ class StreamEngine:
         self.counts.watch(session)
         return session
 
-    def set_weights(self, version: int, sessions: Iterable[Session] = ()) -> None:
+    def set_weights(
+        self, version: int, sessions: Iterable[Session] = (), *, digest: bytes | None = None
+    ) -> None:
         """The model's weights were changed in place: rows of ``sessions`` go on under them, over the K/V of
         the old ones, and new sessions share no block with older weights.  Other open sessions are not fed
         any more.
 
+        Args:
+            digest: 32 bytes that no other weights have, a checkpoint's for one.  If not given the weights are
+                hashed as they lie in memory (SHA-256, about 1.8 GB/s a core): blocks are named by it, so that
+                another training of the same model never finds them.
+
         Raises:
-            ValueError: no version, or the one in force.
+            ValueError: no version, or the one in force, or no digest.
+            NamespaceError: a weight is not in memory.
             Refused: a session is closed or swapped out; those before it have changed, and may be given again.
         """
         if version < 1 or version == self.weights_version:
             raise ValueError(f"weights {version} after {self.weights_version}: that is no change")
+        named = bytes.fromhex(weights_digest(self.model)) if digest is None else digest
+        if len(named) != 32:
+            raise ValueError(f"a digest of weights has 32 bytes, not {len(named)}")
         for session in sessions:
             if session.view.weights_version != version:
-                session.set_weights(version)
-        self.weights_version = version
+                session.set_weights(version, digest=named)
+        self.weights_version, self._weights_digest = version, named
         if self._decode is not None:
             self._decode.forget()
 
@@ -262,10 +274,11 @@ class StreamEngine:
                 session.abandon(feed)
 
     def _require_these_weights(self, session: Session) -> None:
-        written = session.view.weights_version
-        if written != self.weights_version:
+        written, digest = session.view.weights_version, session.view.weights_digest
+        if (written, digest) != (self.weights_version, self._weights_digest):
+            these = f"{self.weights_version}{' of another digest' if written == self.weights_version else ''}"
             raise Refused(
-                f"the stream was written with weights {written}, and these are {self.weights_version}: its "
+                f"the stream was written with weights {written}, and these are {these}: its "
                 "record would say that they computed what follows; give it to set_weights, or go on with an "
                 "engine of its weights"
             )

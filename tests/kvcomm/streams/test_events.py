@@ -48,7 +48,7 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"kind": "restore", "span": SPAN, "insert_at": 4, "ranges": CUT},
     {"kind": "fork"},
     {"kind": "fork", "span": SPAN, "insert_at": 4},
-    {"kind": "weights", "span": SPAN},
+    {"kind": "weights", "span": SPAN[:31]},
     {"kind": "weights", "ranges": CUT},
 ]
 

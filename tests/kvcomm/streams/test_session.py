@@ -561,6 +561,25 @@ def test_edge_17_rows_carry_the_weights_that_computed_them() -> None:
     for version in (4, -1, 1 << 63):
         with pytest.raises(ValueError, match="no change"):
             session.set_weights(version)
+    with pytest.raises(ValueError, match="32 bytes, not 3"):
+        session.set_weights(5, digest=b"new")
+
+
+def test_edge_17_weights_of_one_number_and_two_digests_are_two() -> None:
+    engine, _ = started(0)
+    admitted = []
+    for digest in (b"", b"a" * 32, b"b" * 32, b"a" * 32):
+        session = engine.session()
+        session.set_weights(1, digest=digest)
+        admitted.append(engine.admit(session, list(range(9))))
+        assert session.view.weights_digest == digest
+        assert (
+            Session.recovered(
+                engine.pool, engine.namespace, session.tokens, session.events, rows_max=100
+            ).view
+            == session.view
+        )
+    assert admitted == [0, 0, 0, 8]
 
 
 def test_edge_17_blocks_of_other_weights_are_not_found() -> None:

@@ -445,6 +445,34 @@ def test_edge_17_new_weights_are_an_event_and_no_block_is_shared_with_old_ones()
         engine.set_weights(1)
 
 
+def test_edge_17_two_trainings_that_count_alike_share_no_block():
+    """They began with one model, so in one namespace."""
+    one = engine_of("llama gqa")
+    other = StreamEngine(stream_model("llama gqa"), 16, one.namespace)
+    same = StreamEngine(stream_model("llama gqa"), 16, one.namespace)
+    with torch.no_grad():
+        for engine, factor in ((one, 1.1), (other, 1.2), (same, 1.1)):
+            engine.model.lm_head.weight.mul_(factor)
+    keys, session = [], same.session()
+    for engine in (one, other, same):
+        engine.set_weights(1)
+        session = engine.session()
+        engine.feed([(session, drawn(1, 20))])
+        keys.append(engine.pool.key_of(session.table[0]))
+    assert keys[0] != keys[1] and keys[0] == keys[2]
+    with pytest.raises(Refused, match="another digest"):
+        other.recovered(session.tokens, session.events)
+    assert one.recovered(session.tokens, session.events).next_row == 20
+
+
+def test_edge_17_who_knows_the_digest_of_new_weights_says_it():
+    engine = engine_of("llama gqa")
+    with pytest.raises(ValueError, match="32 bytes, not 4"):
+        engine.set_weights(1, digest=b"four")
+    engine.set_weights(1, digest=b"w" * 32)
+    assert engine.session().events[0].span == b"w" * 32
+
+
 def test_edge_17_a_session_that_was_not_told_of_new_weights_is_not_fed():
     engine = engine_of("llama gqa")
     told, forgotten, away = (engine.session() for _ in range(3))
