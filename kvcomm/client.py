@@ -23,7 +23,7 @@ from kvcomm.streams.archive import Archive, PutAway, Repeated, SpanLost
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.counts import StreamCounts
 from kvcomm.streams.engine import Engine
-from kvcomm.streams.events import Event, SpanId
+from kvcomm.streams.events import Event, SpanId, no_journal
 from kvcomm.streams.pool import BlockId
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
@@ -292,7 +292,7 @@ class Stream:
         engine: Engine,
         *,
         context: StreamContext | None = None,
-        journal: Callable[[Event], None] = lambda event: None,
+        journal: Callable[[Event], None] = no_journal,
         deadline_s: float = DEADLINE_S,
     ) -> Session | Missing:
         """Go on where it is, exactly.  See ``Sharing.adopt``."""

@@ -32,7 +32,7 @@ from kvcomm.streams.engine import Engine
 from kvcomm.streams.events import Event, SpanId
 from kvcomm.streams.pool import BlockId
 from kvcomm.streams.recorder import Recorder
-from kvcomm.streams.session import Archived, Session
+from kvcomm.streams.session import Session
 from kvcomm.streams.sharing import Lost, Sharing
 
 
@@ -141,7 +141,7 @@ class Archive:
         """
         pool = self.engine.pool
         try:
-            archived = _archived(session, span)
+            archived = session.archived(span)
             wanted = () if archived.blocks else self._blocks_of(session, span)
         except BaseException:
             pool.release(room)
@@ -169,7 +169,7 @@ class Archive:
             ValueError: no such span, or its text was repeated already.
             Refused, PoolFull: as ``Session.plan``.  Nothing is changed then.
         """
-        _archived(session, lost.span)
+        session.archived(lost.span)
         text = [session.tokens[row] for row in lost.rows]
         before = [] if session.pending is None else [session.pending]
         (logits,) = self.engine.feed([(session, [*before, *text])])
@@ -180,7 +180,7 @@ class Archive:
         return Repeated(lost.span, session.next_row - len(text), len(text), logits)
 
     def _put_away(self, sessions: Sequence[Session], span: SpanId) -> Steps[PutAway]:
-        archived, blocks = _archived(sessions[0], span), self._blocks_of(sessions[0], span)
+        archived, blocks = sessions[0].archived(span), self._blocks_of(sessions[0], span)
         held = zip(archived.blocks, blocks, strict=bool(archived.blocks))
         put = PutAway(span, (yield from self._sharing.put(self.engine, list(held))))
         for session in sessions if put.moved else ():
@@ -191,13 +191,6 @@ class Archive:
     def _blocks_of(self, session: Session, span: SpanId) -> tuple[ChainBlock, ...]:
         namespace = self._sharing.require_bound(self.engine)
         return chain_of(namespace, session.tokens, session.events).archived[span]
-
-
-def _archived(session: Session, span: SpanId) -> Archived:
-    archived = session.archive.get(span)
-    if archived is None:
-        raise ValueError("no such span: it was not archived by this session, is back, or was dropped")
-    return archived
 
 
 def _coldest_first(sessions: Sequence[Session]) -> list[tuple[SpanId, list[Session]]]:

@@ -118,6 +118,10 @@ class Event:
         return None
 
 
+def no_journal(event: Event) -> None:
+    """Of a session whose log is kept in memory alone."""
+
+
 def next_digest(before: ViewDigest, event: Event, view_after: Iterable[Run]) -> ViewDigest:
     """The digest of an event, over the one before it, what it says, and the rows that are in view after it,
     in the order of their slots; ``view_after`` is joined (:func:`joined`)."""

@@ -48,7 +48,7 @@ from typing import NamedTuple
 from kvcomm.block import NO_PARENT, POSITION_MAX, ROOT_LINEAGE, BlockKey, block_keys, token_array
 from kvcomm.errors import Corrupt, Refused
 from kvcomm.namespace import Namespace
-from kvcomm.streams.events import NO_SPAN, Event, SlotRange, SpanId
+from kvcomm.streams.events import NO_SPAN, Event, SlotRange, SpanId, no_journal
 from kvcomm.streams.lineage import History, next_lineage, span_id
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.view import View
@@ -91,10 +91,6 @@ class Archived:
     rows: tuple[int, ...]
 
 
-def _no_journal(event: Event) -> None:
-    pass
-
-
 class Session:
     """One rollout.
 
@@ -111,7 +107,7 @@ class Session:
         namespace: Namespace,
         *,
         rows_max: int,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
     ) -> None:
         self.pool, self.namespace, self.rows_max, self.journal = pool, namespace, rows_max, journal
         self.table: list[BlockId] = []
@@ -141,7 +137,7 @@ class Session:
         events: Iterable[Event],
         *,
         rows_max: int,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
     ) -> Session:
         """The session that a log tells of, swapped out: after a crash, or at another agent's.
 
@@ -342,9 +338,7 @@ class Session:
                 that are not here.
         """
         self._require_idle()
-        archived = self.archive.get(span)
-        if archived is None:
-            raise ValueError("no such span: it was not archived by this session, is back, or was dropped")
+        archived = self.archived(span)
         at = self.protected if insert_at is None else insert_at
         problem = self._border_problem(at)
         if problem:
@@ -359,11 +353,16 @@ class Session:
                 self.pool.name(block, key)
         return event
 
-    def drop_archived(self, span: SpanId, *, moved: bool) -> None:
-        """Free the memory of an archived span: ``moved`` to other tiers, or for good."""
+    def archived(self, span: SpanId) -> Archived:
+        """Raises ``ValueError``: no such span."""
         archived = self.archive.get(span)
         if archived is None:
             raise ValueError("no such span: it was not archived by this session, is back, or was dropped")
+        return archived
+
+    def drop_archived(self, span: SpanId, *, moved: bool) -> None:
+        """Free the memory of an archived span: ``moved`` to other tiers, or for good."""
+        archived = self.archived(span)
         self.pool.release(archived.blocks)
         if moved:
             self.archive[span] = replace(archived, blocks=())
@@ -396,7 +395,7 @@ class Session:
     def fork(
         self,
         name: bytes,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
         *,
         at_row: int | None = None,
     ) -> Session:

@@ -38,7 +38,7 @@ from kvcomm.steps import Steps
 from kvcomm.streams.chain import ChainBlock, chain_of
 from kvcomm.streams.context import StreamContext, newest
 from kvcomm.streams.engine import Engine
-from kvcomm.streams.events import Event
+from kvcomm.streams.events import Event, no_journal
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.recorder import Recorder
 from kvcomm.streams.session import Session
@@ -164,7 +164,7 @@ class Sharing:
         name: str,
         *,
         context: StreamContext | None = None,
-        journal: Callable[[Event], None] = lambda event: None,
+        journal: Callable[[Event], None] = no_journal,
     ) -> Steps[Session | Missing]:
         """Take a published context over: a session that goes on exactly as its own would, or which rows
         cannot be had.

@@ -34,7 +34,7 @@ from kvcomm.streams.archive import Repeated
 from kvcomm.streams.compactor import Compactor
 from kvcomm.streams.context import StreamContext
 from kvcomm.streams.conversation import Conversation, Markup
-from kvcomm.streams.events import Event
+from kvcomm.streams.events import Event, no_journal
 from kvcomm.streams.policies.full import Full
 from kvcomm.streams.policies.port import Policy
 from kvcomm.streams.policies.turns import WholeTurns
@@ -78,10 +78,6 @@ class Answer:
     """Rows fed behind it to end its block: nobody's text."""
 
 
-def _no_journal(event: Event) -> None:
-    pass
-
-
 class Stream:
     """One rollout.
 
@@ -115,7 +111,7 @@ class Stream:
         filler_rows_max: int | None = None,
         session: Session | None = None,
         past: StreamContext | None = None,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
     ) -> None:
         self.session = session or engine.session(journal=journal)
         if isinstance(policy, WholeTurns) and markup is None and not self.session.turns:
@@ -166,7 +162,7 @@ class Stream:
         seed: int,
         loss: bool = False,
         at_row: int | None = None,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
     ) -> Stream:
         """Another stream with the same past, whose blocks it shares and whose draw goes another way from
         here: siblings of one prompt, or what follows instead of a mistake.

@@ -21,14 +21,10 @@ from kvcomm.engines.transformers.paged import PagedKV
 from kvcomm.errors import Refused
 from kvcomm.namespace import Namespace
 from kvcomm.streams.counts import StreamCounts
-from kvcomm.streams.events import Event
+from kvcomm.streams.events import Event, no_journal
 from kvcomm.streams.model_rules import require_compactable
 from kvcomm.streams.pool import BlockId, BlockPool
 from kvcomm.streams.session import Feed, Session
-
-
-def _no_journal(event: Event) -> None:
-    pass
 
 
 class StreamEngine:
@@ -91,7 +87,7 @@ class StreamEngine:
             raise ValueError("this model cannot decode over pages; see kvcomm.engines.transformers.decoding")
         self._decode = PagedDecode(model, self.paged, self.rows_max, record=on_gpu) if pages else None
 
-    def session(self, *, journal: Callable[[Event], None] = _no_journal) -> Session:
+    def session(self, *, journal: Callable[[Event], None] = no_journal) -> Session:
         session = Session(self.pool, self.namespace, rows_max=self.rows_max, journal=journal)
         self.counts.watch(session)
         if self.weights_version:
@@ -103,7 +99,7 @@ class StreamEngine:
         tokens: Sequence[int],
         events: Sequence[Event],
         *,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
     ) -> Session:
         """See :meth:`kvcomm.streams.engine.Engine.recovered`.
 
@@ -204,7 +200,7 @@ class StreamEngine:
         session: Session,
         name: bytes,
         *,
-        journal: Callable[[Event], None] = _no_journal,
+        journal: Callable[[Event], None] = no_journal,
         at_row: int | None = None,
     ) -> Session:
         child = session.fork(name, journal=journal, at_row=at_row)
