@@ -9,12 +9,31 @@ first when walking clockwise from its own point, those of racks not met yet befo
 
 A ring never changes: a new epoch is a new ring.  Owner lists are precomputed a point, so a lookup is one hash
 and one binary search over the points.  They are the same for every epoch with the same shards, and made once.
+
+**Ranges** are exceptions to the circle: keys whose points lie in one have its shard as first owner, and the
+circle's owners behind it.
+
+**A transition** names a second placement, which the keys are being moved to; while there is one a key has
+two *groups* of owners, and whoever is in either *keeps* it::
+
+    epoch e     placement A                        reads: A          writes: W of A
+    epoch e+1   A -> B, stage copy                 reads: A          writes: W of A and W of B
+                    B's shards get what A has; each says when it has all of it
+    epoch e+2   A -> B, stage serve                reads: B          writes: W of A and W of B
+                    whoever still works by e+1 reads from A, and misses nothing
+    epoch e+3   placement B                        reads: B          writes: W of B
+                    A's shards drop what they do not keep any more
+
+In both stages the writes that are acknowledged are at both groups, so either may be read and the move can go
+back as well as forward.  Requests of an older epoch are refused with the new map.  Going on to the next epoch
+needs, of every group, so many shards at the present one that no write quorum of an older epoch can be met
+without them (``controller.moving``).
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 
@@ -23,7 +42,7 @@ import msgspec
 from xxhash import xxh3_64_digest
 
 from kvcomm.errors import Corrupt
-from kvcomm.wire.messages import RingMap, RingNode
+from kvcomm.wire.messages import RingMap, RingNode, RingRange
 
 POINTS_PER_WEIGHT = 512
 """The spread of the shares falls with the square root of this number: 256 gave up to 1.15 of the mean with 8
@@ -31,6 +50,8 @@ shards.
 """
 WEIGHT_MAX = 64
 SHARDS_MAX = 1024
+RANGES_MAX = 4096
+POINT_MAX = 2**64 - 1
 
 CIRCLES_MAX = 8
 """Circles kept for the next map with the same shards."""
@@ -52,16 +73,20 @@ class Ring:
     Raises:
         RingError: names or addresses that repeat or are empty, weights or counts out of range, quorums above
         the number
-            of replicas.
+            of replicas, ranges that overlap or name a shard that is none.
     """
 
     def __init__(self, ring_map: RingMap) -> None:
         _check(ring_map)
         self._map = ring_map
-        self._nodes = {shard.node: shard for shard in ring_map.shards}
-        self._listed_count = min(len(self._nodes), max(ring_map.replicas, ring_map.block_copies))
-        places = sorted((shard.node, shard.weight, shard.rack) for shard in ring_map.shards)
-        self._circle = _circle(tuple(places), self._listed_count)
+        moving = ring_map.transition
+        listed_count = max(ring_map.replicas, ring_map.block_copies)
+        self._now = _Placement(ring_map.shards, ring_map.ranges, listed_count)
+        self._next = self._now if moving is None else _Placement(moving.shards, moving.ranges, listed_count)
+        self._serving, self._other = self._now, self._next
+        if moving is not None and moving.stage == "serve":
+            self._serving, self._other = self._next, self._now
+        self._unions: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = {}
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -81,61 +106,168 @@ class Ring:
         return self._map.epoch
 
     @property
+    def moving(self) -> bool:
+        """Whether keys are on their way from one placement to another."""
+        return self._map.transition is not None
+
+    @cached_property
+    def serving(self) -> Ring:
+        """The placement that is read from, alone, as a ring of the same epoch."""
+        if not self.moving:
+            return self
+        return Ring.from_map(_alone(self._map, self._serving))
+
+    @property
     def names(self) -> Sequence[str]:
-        """Of all shards, sorted."""
-        return sorted(self._nodes)
+        """Of all shards, of both placements, sorted."""
+        return sorted({*self._now.nodes, *self._next.nodes})
 
     @property
     def placement(self) -> bytes:
-        """Equal for rings that put every record on the same shards, whatever their epochs and addresses."""
-        weights = sorted((shard.node, shard.weight, shard.rack) for shard in self._map.shards)
-        return xxh3_64_digest(msgspec.msgpack.encode((self._map.replicas, weights)))
+        """Equal for rings that keep every record on the same shards, whatever their epochs and addresses, and
+        whatever the stage of a transition."""
+        places = sorted({self._now.places, self._next.places})
+        if self.moving and len(places) == 2:
+            places = [self._now.places, self._next.places]
+        return xxh3_64_digest(msgspec.msgpack.encode((self._map.replicas, places)))
 
     def neighbours(self, node: str) -> tuple[str, ...]:
         """The other shards that keep some record with ``node``, sorted."""
-        lists = {owners[: self._map.replicas] for owners in self._circle.owners}
-        together = {owner for owners in lists if node in owners for owner in owners}
+        together = {each for group in self._keeping for each in group if node in group}
         return tuple(sorted(together - {node}))
 
     def __contains__(self, node: str) -> bool:
-        return node in self._nodes
+        return node in self._now.nodes or node in self._next.nodes
 
     def shard(self, node: str) -> RingNode:
-        """The entry of ``node``.  Raises ``KeyError`` when it is not in this ring."""
-        return self._nodes[node]
+        """The entry of ``node``, of the serving placement first.  Raises ``KeyError`` when it is not in this
+        ring."""
+        found = self._serving.nodes.get(node)
+        return self._other.nodes[node] if found is None else found
 
     def owners(self, key: bytes, count: int) -> tuple[str, ...]:
-        """The first ``count`` distinct shards of ``key``, distinct racks first; all shards when there are
-        fewer.
+        """The first ``count`` distinct shards of ``key`` by the serving placement, distinct racks first; all
+        shards when there are fewer.
 
         The order is the order of preference; ``owners(key, n)`` is the beginning of ``owners(key, n + 1)``.
         """
+        return self._serving.owners(point_of(key), count)
+
+    def replicas(self, key: bytes) -> tuple[str, ...]:
+        """The shards that the record ``key`` is read from."""
+        return self.owners(key, self._map.replicas)
+
+    def keepers(self, key: bytes) -> tuple[str, ...]:
+        """All shards that hold the record ``key``: :meth:`replicas` first, then those of the other
+        placement."""
+        return self._kept(key, self._map.replicas)
+
+    def write_groups(self, key: bytes) -> tuple[tuple[str, ...], ...]:
+        """A write of ``key`` is done when a write quorum of each of these has it."""
+        point, count = point_of(key), self._map.replicas
+        groups = (self._serving.owners(point, count), self._other.owners(point, count))
+        return groups[:1] if set(groups[0]) == set(groups[1]) else groups
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The different sets of shards that a record is read from together, each sorted."""
+        return list(self._groups)
+
+    @cached_property
+    def _groups(self) -> list[tuple[str, ...]]:
+        return sorted({tuple(sorted(owners)) for owners in self._serving.lists(self._map.replicas)})
+
+    def block_owners(self, key: bytes) -> tuple[str, ...]:
+        """The shards that the block ``key`` is read from."""
+        return self.owners(key, self._map.block_copies)
+
+    def block_keepers(self, key: bytes) -> tuple[str, ...]:
+        """All shards that should have the block ``key``: :meth:`block_owners` first."""
+        return self._kept(key, self._map.block_copies)
+
+    def gains(self, node: str) -> bool:
+        """Whether ``node`` is to keep records after the transition that it does not keep before it."""
+        return self.moving and any(
+            node in next_owners and node not in now_owners
+            for now_owners, next_owners in self._pairs(self._map.replicas)
+        )
+
+    def _kept(self, key: bytes, count: int) -> tuple[str, ...]:
+        point = point_of(key)
+        first = self._serving.owners(point, count)
+        if not self.moving:
+            return first
+        pair = (first, self._other.owners(point, count))
+        union = self._unions.get(pair)
+        if union is None:
+            union = self._unions[pair] = tuple(dict.fromkeys((*pair[0], *pair[1])))
+        return union
+
+    @cached_property
+    def _keeping(self) -> list[set[str]]:
+        """The different sets of shards that keep a record together."""
+        together = {frozenset((*now, *then)) for now, then in self._pairs(self._map.replicas)}
+        return [set(group) for group in together]
+
+    def _pairs(self, count: int) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """What becomes of whom: the owner lists before and after, of every stretch of the circle."""
+        if not self.moving:
+            return {(owners, owners) for owners in self._now.lists(count)}
+        bounds = {*self._now.bounds, *self._next.bounds}
+        return {(self._now.owners(at, count), self._next.owners(at, count)) for at in bounds}
+
+
+def point_of(key: bytes) -> int:
+    """Where ``key`` lies on the circle, in [0, 2^64)."""
+    return int(mmh3.hash64(key, _SEED, signed=False)[0])
+
+
+class _Placement:
+    """A circle and the ranges that are exceptions to it."""
+
+    def __init__(self, shards: Sequence[RingNode], ranges: Sequence[RingRange], listed_count: int) -> None:
+        self.nodes = {shard.node: shard for shard in shards}
+        self.shards, self.ranges = shards, ranges
+        places = tuple(sorted((shard.node, shard.weight, shard.rack) for shard in shards))
+        self.places = (places, tuple((each.first, each.last, each.node) for each in ranges))
+        self._listed_count = min(len(self.nodes), listed_count)
+        self._circle = _circle(places, self._listed_count)
+        self._firsts = [each.first for each in ranges]
+
+    def owners(self, point: int, count: int) -> tuple[str, ...]:
+        """Of the keys that lie there."""
+        owners = self._around(point, count)
+        if not self.ranges:
+            return owners
+        at = bisect_right(self._firsts, point) - 1
+        if at < 0 or point > self.ranges[at].last:
+            return owners
+        first = self.ranges[at].node
+        return (first, *(node for node in owners if node != first))[:count]
+
+    def _around(self, point: int, count: int) -> tuple[str, ...]:
         circle = self._circle
         if not circle.walk:
             return ()
-        at = bisect_left(circle.points, mmh3.hash64(key, _SEED, signed=False)[0])
+        at = bisect_left(circle.points, point)
         if at == len(circle.walk):
             at = 0
         if count <= self._listed_count:
             return circle.owners[at][:count]
         return tuple(circle.first(at, count))
 
-    def replicas(self, key: bytes) -> tuple[str, ...]:
-        """The shards that hold the record ``key``."""
-        return self.owners(key, self._map.replicas)
+    @property
+    def bounds(self) -> Iterator[int]:
+        """One point of every stretch with the same owners, at least."""
+        yield from self._circle.points
+        yield POINT_MAX
+        for each in self.ranges:
+            yield from (each.first, each.last, min(each.last + 1, POINT_MAX))
 
-    def groups(self) -> list[tuple[str, ...]]:
-        """The different sets of shards that hold a record together, each sorted."""
-        return list(self._groups)
-
-    @cached_property
-    def _groups(self) -> list[tuple[str, ...]]:
-        lists = {owners[: self._map.replicas] for owners in self._circle.owners}
-        return sorted({tuple(sorted(owners)) for owners in lists})
-
-    def block_owners(self, key: bytes) -> tuple[str, ...]:
-        """The shards that hold the block ``key``."""
-        return self.owners(key, self._map.block_copies)
+    def lists(self, count: int) -> set[tuple[str, ...]]:
+        """The different lists of owners."""
+        if not self.ranges:
+            return {owners[:count] for owners in self._circle.owners}
+        return {self.owners(point, count) for point in self.bounds}
 
 
 class _Circle:
@@ -215,15 +347,17 @@ def _points(node: str, weight: int) -> Iterator[int]:
         yield from mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False)
 
 
+def _alone(ring_map: RingMap, placement: _Placement) -> RingMap:
+    """One of the two placements of a transition."""
+    return msgspec.structs.replace(
+        ring_map, shards=list(placement.shards), ranges=list(placement.ranges), transition=None
+    )
+
+
 def _check(ring_map: RingMap) -> None:
-    shards = ring_map.shards
-    if len(shards) > SHARDS_MAX:
-        raise RingError(f"a ring has at most {SHARDS_MAX} shards, got {len(shards)}")
-    if len({shard.node for shard in shards}) != len(shards) or not all(shard.node for shard in shards):
-        raise RingError(f"every shard of epoch {ring_map.epoch} needs a name of its own")
-    for shard in shards:
-        if not 1 <= shard.weight <= WEIGHT_MAX:
-            raise RingError(f"the weight of {shard.node!r} must be in [1, {WEIGHT_MAX}], got {shard.weight}")
+    _check_placement(ring_map.epoch, ring_map.shards, ring_map.ranges)
+    if ring_map.transition is not None:
+        _check_placement(ring_map.epoch, ring_map.transition.shards, ring_map.transition.ranges)
     if (
         not 1 <= ring_map.write_quorum <= ring_map.replicas
         or not 1 <= ring_map.read_quorum <= ring_map.replicas
@@ -234,3 +368,23 @@ def _check(ring_map: RingMap) -> None:
         )
     if ring_map.epoch < 0 or ring_map.block_copies < 1:
         raise RingError(f"impossible epoch {ring_map.epoch} or block_copies {ring_map.block_copies}")
+
+
+def _check_placement(epoch: int, shards: Sequence[RingNode], ranges: Sequence[RingRange]) -> None:
+    if len(shards) > SHARDS_MAX:
+        raise RingError(f"a ring has at most {SHARDS_MAX} shards, got {len(shards)}")
+    names = {shard.node for shard in shards}
+    if len(names) != len(shards) or "" in names:
+        raise RingError(f"every shard of epoch {epoch} needs a name of its own")
+    for shard in shards:
+        if not 1 <= shard.weight <= WEIGHT_MAX:
+            raise RingError(f"the weight of {shard.node!r} must be in [1, {WEIGHT_MAX}], got {shard.weight}")
+    if len(ranges) > RANGES_MAX:
+        raise RingError(f"a ring has at most {RANGES_MAX} ranges, got {len(ranges)}")
+    before = -1
+    for each in ranges:
+        if not before < each.first <= each.last <= POINT_MAX:
+            raise RingError(f"the ranges of epoch {epoch} are not in order, at {each.first:#x}")
+        if each.node not in names:
+            raise RingError(f"a range of epoch {epoch} belongs to {each.node!r}, which is no shard of it")
+        before = each.last

@@ -7,7 +7,7 @@ computed from.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -384,6 +384,25 @@ class RingNode(msgspec.Struct, frozen=True, array_like=True):
     weight: int
 
 
+class RingRange(msgspec.Struct, frozen=True, array_like=True):
+    """Keys that were given to one shard by name: it is their first owner, whatever the circle says."""
+
+    first: Annotated[int, msgspec.Meta(ge=0)]
+    """Points of the circle (``l3_shard.ring.point_of``), 64-bit."""
+    last: Annotated[int, msgspec.Meta(ge=0)]
+    """Included; not below ``first``."""
+    node: str
+
+
+class RingTransition(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys are being moved to; see ``l3_shard.ring`` for what each stage means."""
+
+    stage: Literal["copy", "serve"]
+    shards: Many[RingNode]
+    """All shards of the placement to come."""
+    ranges: Many[RingRange]
+
+
 class RingMap(Message, frozen=True):
     """One epoch of the cluster: who is in the ring, and the rack pools beside it."""
 
@@ -394,10 +413,245 @@ class RingMap(Message, frozen=True):
     block_copies: int
     shards: Many[RingNode]
     pools: Many[RingNode]
+    ranges: Many[RingRange] = []
+    """Ordered, without overlaps."""
+    transition: RingTransition | None = None
 
 
 class RingGet(Message, frozen=True):
     pass
+
+
+class RingOffer(Message, frozen=True):
+    """A controller hands a shard a map, answered by :class:`RingTaken`; only the cluster's own nodes may."""
+
+    ring: RingMap
+
+
+class RingTaken(Message, frozen=True):
+    epoch: int
+    """That the shard works by now: the offered one, or a newer one."""
+
+
+# -- the controllers
+# ------------------------------------------------------------------------------------------------------
+
+
+class ShardLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a node did since its last heartbeat, and what it holds.  Rates are averages over that time."""
+
+    ops_s: float = 0.0
+    """Requests of clients a second."""
+    hit_share: float = 0.0
+    """Of the blocks that were asked for, in [0, 1]."""
+    p99_s: float = 0.0
+    """Time from a request's arrival to its answer."""
+    record_count: int = 0
+    record_bytes: int = 0
+    block_count: int = 0
+    block_bytes: int = 0
+    disk_bytes: int = 0
+    capacity_bytes: int = 0
+    """Of memory for blocks."""
+
+
+class ShardMove(msgspec.Struct, frozen=True, array_like=True):
+    """How far a shard is with a transition, and with what follows it; epochs of ring maps."""
+
+    ready_epoch: int = 0
+    """It has everything that it gains by this map: each old group's writes, from enough of its members, after
+    they had heard of the map; and the blocks that it could get."""
+    strong_epoch: int = 0
+    """Its strong records are settled by the map of this epoch, or one that places them alike."""
+    clean_epoch: int = 0
+    """It keeps nothing any more that it does not keep by this map, in any of its stores."""
+    records_left: int = 0
+    """To be got or dropped, about."""
+    blocks_left: int = 0
+    bytes_left: int = 0
+
+
+class SplitReport(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the last split that a shard was in; times are seconds after its end was noticed."""
+
+    lasted_s: float
+    hints_drained: int
+    records_compared: int
+    """In which a neighbour and we differed."""
+    merged: int
+    """Records whose writes of both sides were joined by their resolver, or replaced one another."""
+    siblings_kept: int
+    """Records that are shown with the values of both sides until somebody resolves them."""
+    equal_after_s: float
+    """All neighbours have been compared and were equal; -1 = not yet."""
+
+
+class Heartbeat(Message, frozen=True):
+    """Every node tells every controller who it is and how it is, every ``cluster.heartbeat``; answered by
+    :class:`HeartbeatAnswer`."""
+
+    node: str
+    role: str
+    """``pool``, ``shard``, ``controller`` or ``launcher``."""
+    rack: str
+    incarnation: int
+    number: int
+    """Counts up in each life; an older one that comes late is ignored."""
+    address: str
+    local_address: str
+    control: str
+    epoch: int
+    """Of the ring that it works by; 0 = none yet."""
+    late_s: float = 0.0
+    """By how much its own beat was late: it was paused, or has too little processor time.  It distrusts what
+    it says of others in ``silent``."""
+    silent: Many[str] = []
+    """Nodes that it asked and that do not answer it at present."""
+    load: ShardLoad | None = None
+    move: ShardMove | None = None
+    split: SplitReport | None = None
+    ring: RingMap | None = None
+    """That it works by, when the controller asked for it."""
+    running: Many[str] = []
+    """Of a launcher: nodes whose processes it keeps."""
+
+
+class NodePlan(msgspec.Struct, frozen=True, array_like=True):
+    """A node that a launcher is to keep running."""
+
+    node: str
+    role: str
+    rack: str
+    weight: int = 1
+
+
+class HeartbeatAnswer(Message, frozen=True):
+    leader: str
+    """Node name of the leader that this controller knows of; "" = none at present."""
+    epoch: int
+    """Of the newest map that it knows."""
+    ring: RingMap | None = None
+    """That map, when the node's is older."""
+    wants_ring: bool = False
+    """The next heartbeat should carry the node's map: the controllers have lost theirs."""
+    plan: list[NodePlan] | None = None
+    """For a launcher, from the leader only: all that it is to run; it stops what is not in it."""
+    suspects: Many[str] = []
+    """Nodes that the leader does not count on at present."""
+
+
+class ScaleOrder(Message, frozen=True):
+    """Operator: run so many shards.  Every order is answered by :class:`OrderAnswer`, or by a failure
+    ``not_leader`` whose detail is the leader's node name."""
+
+    shards: int
+    dry_run: bool = False
+
+
+class DrainOrder(Message, frozen=True):
+    """Operator: move everything away from ``node``, then stop it."""
+
+    node: str
+    dry_run: bool = False
+
+
+class MoveOrder(Message, frozen=True):
+    """Operator: make ``node`` the first owner of the keys with these points."""
+
+    first: int
+    last: int
+    node: str
+    dry_run: bool = False
+
+
+class RebalanceOrder(Message, frozen=True):
+    """Operator: let the load policy make its moves."""
+
+    policy: str
+    dry_run: bool = False
+
+
+class CancelOrder(Message, frozen=True):
+    """Operator: take back the operation under way, as far as it can be."""
+
+    operation: int
+
+
+class PlannedMove(msgspec.Struct, frozen=True, array_like=True):
+    """One step of what an order would do or does."""
+
+    what: str
+    """For a person, such as ``shard-3 joins`` or ``0x40..0x7f to shard-1``."""
+    share: float
+    """Of all keys that get another owner, in [0, 1]."""
+    records: int
+    """About."""
+    record_bytes: int
+    blocks: int
+    block_bytes: int
+    seconds: float
+    """At the throughput cap."""
+
+
+class OrderAnswer(Message, frozen=True):
+    operation: int
+    """Its number; 0 = it was a dry run, or there is nothing to do."""
+    moves: Many[PlannedMove]
+
+
+class ClusterGet(Message, frozen=True):
+    """Everything that a controller knows, answered by :class:`ClusterView`; any controller answers."""
+
+
+class NodeView(msgspec.Struct, frozen=True, array_like=True):
+    node: str
+    role: str
+    rack: str
+    state: str
+    """``alive``, ``suspect``, ``dead``, ``unknown`` (has not been heard in this controller's life)."""
+    silent_s: float
+    """Since its last heartbeat; -1 = none yet."""
+    epoch: int
+    incarnation: int
+    silent_to: Many[str] = []
+    """Nodes that say it does not answer them."""
+    in_ring: bool = False
+    load: ShardLoad | None = None
+    move: ShardMove | None = None
+    split: SplitReport | None = None
+    address: str = ""
+    control: str = ""
+
+
+class OperationView(msgspec.Struct, frozen=True, array_like=True):
+    """The operation under way, or the last ones."""
+
+    operation: int
+    what: str
+    step: str
+    """``planned``, ``copying``, ``verifying``, ``serving``, ``purging``, ``done``, ``cancelled``,
+    ``rolled back``, ``failed``."""
+    done_share: float
+    """Of its records and bytes, in [0, 1]."""
+    eta_s: float
+    """-1 = not known."""
+    moves: Many[PlannedMove] = []
+    trouble: str = ""
+    """Why it does not go on at present, or did not."""
+
+
+class ClusterView(Message, frozen=True):
+    controller: str
+    """Who answers."""
+    leader: str
+    term: int
+    """Epoch of the leader's lease."""
+    mode: str
+    """``whole``, ``partitioned`` (some nodes that should be there are not heard) or ``leaderless``."""
+    ring: RingMap | None
+    nodes: Many[NodeView]
+    operations: Many[OperationView]
+    """Newest first."""
 
 
 # -- strong records
@@ -658,4 +912,6 @@ MESSAGES: tuple[type[Message], ...] = (
     RecordFates,
     StrongSettle, StrongSettling, StrongRemove,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
+    RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
+    ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
 )  # fmt: skip

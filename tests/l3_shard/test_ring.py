@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from typing import Literal
 
 import mmh3
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm.wire.messages import RingMap, RingNode
-from l3_shard.ring import NO_RING, POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError
+from kvcomm.wire.messages import RingMap, RingNode, RingRange, RingTransition
+from l3_shard.ring import NO_RING, POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError, point_of
 
+Stage = Literal["copy", "serve"]
 KEYS = [b"key/%d" % index for index in range(2_000)]
 
 
@@ -180,3 +183,87 @@ def test_placement_does_not_depend_on_the_process(seed):
         check=True,
     )
     assert there.stdout.strip() == here
+
+
+# -- ranges and transitions ----------------------------------------------------------------------------------
+
+
+def moving(now: list[RingNode], then: list[RingNode], stage: Stage) -> RingMap:
+    return msgspec.structs.replace(ring_map(now), transition=RingTransition(stage, then, []))
+
+
+def test_a_range_puts_its_shard_first_and_moves_no_other_key() -> None:
+    shards = cluster(5)
+    low, high = 1 << 62, 1 << 63
+    plain = Ring(ring_map(shards))
+    ranged = Ring(msgspec.structs.replace(ring_map(shards), ranges=[RingRange(low, high, "shard-3")]))
+    inside = [key for key in KEYS if low <= point_of(key) <= high]
+    assert 100 < len(inside) < len(KEYS) - 100
+    for key in KEYS:
+        before, after = plain.replicas(key), ranged.replicas(key)
+        if key in inside:
+            rest = [name for name in plain.owners(key, 5) if name != "shard-3"]
+            assert after == ("shard-3", *rest[:2])
+        else:
+            assert after == before
+
+
+@given(shard_lists, shard_lists, st.sampled_from(["copy", "serve"]))
+@settings(max_examples=15, deadline=None)
+def test_a_transition_reads_one_placement_and_keeps_both(
+    before: list[RingNode], after: list[RingNode], stage: Stage
+) -> None:
+    ring = Ring(moving(before, after, stage))
+    read, other = (before, after) if stage == "copy" else (after, before)
+    neighbours = {name: set(ring.neighbours(name)) for name in ring.names}
+    gains = {name for name in ring.names if ring.gains(name)}
+    for key in KEYS[:50]:
+        groups = [oracle(read, key, 3), oracle(other, key, 3)]
+        assert ring.replicas(key) == groups[0]
+        assert ring.keepers(key)[: len(groups[0])] == groups[0]
+        assert set(ring.keepers(key)) == set(groups[0]) | set(groups[1])
+        assert len(ring.keepers(key)) == len(set(ring.keepers(key)))
+        assert [set(group) for group in ring.write_groups(key)] in (
+            [set(groups[0]), set(groups[1])],
+            [set(groups[0])] if set(groups[0]) == set(groups[1]) else None,
+        )
+        assert ring.serving.replicas(key) == groups[0]
+        for name in ring.keepers(key):
+            assert set(ring.keepers(key)) - {name} <= neighbours[name]
+            assert name in ring and ring.shard(name).node == name
+            if (
+                name in groups[1 if stage == "copy" else 0]
+                and name not in groups[0 if stage == "copy" else 1]
+            ):
+                assert ring.gains(name)
+    assert ring.serving.epoch == ring.epoch and not ring.serving.moving
+
+
+def test_the_stages_of_a_transition_keep_records_alike() -> None:
+    three, four = cluster(3), cluster(4)
+    copy, serve = Ring(moving(three, four, "copy")), Ring(moving(three, four, "serve"))
+    assert copy.placement == serve.placement
+    assert copy.placement not in (Ring(ring_map(three)).placement, Ring(ring_map(four)).placement)
+    assert copy.placement != Ring(moving(four, three, "copy")).placement
+    assert serve.serving.placement == Ring(ring_map(four)).placement
+    assert copy.serving.placement == Ring(ring_map(three)).placement
+    assert copy.gains("shard-3") and not Ring(ring_map(four)).gains("shard-3")
+    assert not Ring(moving(four, three, "copy")).gains("shard-3")
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [RingRange(5, 4, "shard-0")],
+        [RingRange(0, 9, "shard-0"), RingRange(9, 12, "shard-1")],
+        [RingRange(10, 12, "shard-0"), RingRange(0, 3, "shard-1")],
+        [RingRange(0, 1 << 64, "shard-0")],
+        [RingRange(0, 9, "nobody")],
+    ],
+)
+def test_impossible_ranges_are_refused(ranges: list[RingRange]) -> None:
+    with pytest.raises(RingError, match="range"):
+        Ring(msgspec.structs.replace(ring_map(cluster(3)), ranges=ranges))
+    transition = RingTransition("copy", cluster(3), ranges)
+    with pytest.raises(RingError, match="range"):
+        Ring(msgspec.structs.replace(ring_map(cluster(3)), transition=transition))
