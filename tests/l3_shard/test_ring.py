@@ -217,7 +217,7 @@ def test_a_transition_reads_one_placement_and_keeps_both(
     read, other = (before, after) if stage == "copy" else (after, before)
     neighbours = {name: set(ring.neighbours(name)) for name in ring.names}
     gains = {name for name in ring.names if ring.gains(name)}
-    for key in KEYS[:50]:
+    for key in KEYS[:6]:
         groups = [oracle(read, key, 3), oracle(other, key, 3)]
         assert ring.replicas(key) == groups[0]
         assert ring.keepers(key)[: len(groups[0])] == groups[0]
