@@ -191,6 +191,18 @@ class Ring:
             for now_owners, next_owners in self._pairs(self._map.replicas)
         )
 
+    def gains_blocks(self, node: str) -> bool:
+        """The same for blocks."""
+        return self.moving and any(
+            node in next_owners and node not in now_owners
+            for now_owners, next_owners in self._pairs(self._map.block_copies)
+        )
+
+    @property
+    def block_placement(self) -> tuple[bytes, int]:
+        """As :attr:`placement`, for blocks."""
+        return self.placement, self._map.block_copies
+
     def _kept(self, key: bytes, count: int) -> tuple[str, ...]:
         point = point_of(key)
         first = self._serving.owners(point, count)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvcomm.block import Incarnation
+from kvcomm.block import BlockKey, Incarnation
 from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, Depot, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
@@ -37,7 +37,9 @@ from kvcomm.wire.messages import (
     Message,
     RingMap,
     RingNode,
+    ShardMove,
 )
+from l3_shard.blockmove import BlockMove, together
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
 from l3_shard.refill import held
@@ -46,6 +48,7 @@ from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
+from l3_shard.shedding import ShedCounts, Shedding
 from l3_shard.storage import Audit, Database, Load, Persist, Scan
 from l3_shard.store import DiskFailed, Fsync, RecordStore
 from l3_shard.strong import StrongCounts, StrongIdentity
@@ -75,6 +78,8 @@ class ShardOptions:
     repair: RepairOptions = field(default_factory=RepairOptions)
     validators: Validators = field(default_factory=Validators)
     refill: RefillOptions = field(default_factory=RefillOptions)
+    orphan_s: float = 10.0
+    """See ``l3_shard.shedding``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,9 @@ class RunningShard:
     repair_counts: Callable[[], RepairCounts]
     strong_counts: Callable[[], StrongCounts]
     refill_counts: Callable[[], RefillCounts]
+    shed_counts: Callable[[], ShedCounts]
+    move_status: Callable[[], ShardMove]
+    """How far the shard is with a transition of the ring, and with what follows it."""
     scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
     damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
@@ -170,7 +178,13 @@ async def run_shard(
     cluster = credentials.tenant_digest(NODE_TENANT)
     service = BlockService(blocks, clock, region=region, epoch=process.epoch, depot=disk, cluster=cluster)
     server = DataServer(
-        ShardService(machine, process.runtime, service, partial(_held, machine, blocks, disk, cluster)),
+        ShardService(
+            machine,
+            process.runtime,
+            service,
+            partial(_held, machine, blocks, disk, cluster),
+            process.shedding.arrived,
+        ),
         node=node,
         role="shard",
         instance=instance,
@@ -251,19 +265,26 @@ class _Process:
         )
         self._commits = Commits(store, self.runtime.deliver, self._end, clock)
         self._strong_commits = Commits(strong_store, self.runtime.deliver, self._end, clock)
+        self._block_peers = AsyncPeers(identity, connect_timeout_s=options.connect_timeout_s, clock=clock)
+        self.shedding = Shedding(
+            machine.node, blocks, disk, ring=lambda: machine.ring, orphan_s=options.orphan_s
+        )
         self._refilling = Refilling(
             machine.node,
             options.refill,
             blocks,
             disk,
-            self._peers,
+            self._block_peers,
             ring=lambda: machine.ring,
             resolve=lambda node: dial(machine.ring.shard(node)),
             clock=clock,
+            arrived=self.shedding.arrived,
         )
+        machine.placed = self._placed
         self._tasks = [
             asyncio.create_task(self._follow_wall()),
-            asyncio.create_task(self._refill()),
+            asyncio.create_task(self._or_end("refilling", self._refilling.run())),
+            asyncio.create_task(self._or_end("shedding", self.shedding.run())),
         ]
         self.runtime.deliver(Tick())  # the machine reads its membership and begins to repair
         if options.fsync == "interval":
@@ -283,6 +304,8 @@ class _Process:
             repair_counts=self._repair_counts,
             strong_counts=self._machine.strong_counts,
             refill_counts=lambda: self._refilling.counts,
+            shed_counts=lambda: self.shedding.counts,
+            move_status=self._move_status,
             scrub_counts=self._machine.scrub_counts,
             damaged_now=self._machine.damaged_now,
             usage=self._blocks.usage,
@@ -321,6 +344,7 @@ class _Process:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
+        await self._block_peers.close()
         try:
             await self._commits.close()
         finally:
@@ -336,15 +360,30 @@ class _Process:
 
     def _adopt(self, ring_map: RingMap) -> int:
         self.runtime.deliver(RingChanged(ring_map))
-        self._refilling.ring_changed()
         return self.epoch()
 
-    async def _refill(self) -> None:
+    def _placed(self) -> None:
+        """The machine has taken up a newer map, wherever it heard of it."""
+        self._refilling.ring_changed()
+        self.shedding.ring_changed()
+
+    def _move_status(self) -> ShardMove:
+        epoch = self.epoch()
+        getting, dropping = self._refilling.left(), self.shedding.left()
+        blocks = BlockMove(
+            epoch if self._refilling.ready() else 0,
+            self.shedding.clean_epoch,
+            getting[0] + dropping[0],
+            getting[1] + dropping[1],
+        )
+        return together(ShardMove(epoch, epoch, epoch), blocks)
+
+    async def _or_end(self, what: str, work: Awaitable[None]) -> None:
         """A bug in it must not stay unheard, nor leave the shard serving with fewer and fewer copies."""
         try:
-            await self._refilling.run()
+            await work
         except Exception as error:
-            self._end(f"refilling broke: {error!r}")
+            self._end(f"{what} broke: {error!r}")
             raise
 
     async def _follow_wall(self) -> None:
@@ -362,8 +401,11 @@ class ShardService:
         runtime: Runtime,
         blocks: BlockService,
         held: Callable[[Origin, BlockHoldings], BlockHeld],
+        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
     ) -> None:
+        """``shed`` drops those of some blocks that the shard does not keep, and returns them."""
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
+        self._shed = shed
 
     def welcome(self, origin: Origin) -> tuple[str, int]:
         return self._blocks.welcome(origin)
@@ -382,9 +424,23 @@ class ShardService:
         if not self._blocks.answers(message):
             self._runtime.received(origin, message, reply)
             return
-        if not payload:  # else the sink has looked, and a map that came meanwhile does not undo the transfer
+        if isinstance(message, BlockPut) and message.epoch < self._machine.ring.epoch and payload:
+            self._put_late(origin, message, payload, reply)
+            return
+        if not payload:
             self._check_epoch(message)
         self._blocks.handle(origin, message, payload, reply)
+
+    def _put_late(
+        self, origin: Origin, message: BlockPut, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        """A newer map came while the copies did, after the sink had looked.  Those that are kept here all the
+        same are stored; where some are not the caller does it once more, by the newer map."""
+        answers: list[Message] = []
+        self._blocks.handle(origin, message, payload, lambda answer, *_: answers.append(answer))
+        if self._shed([BlockKey(want.key) for want in message.wants]):
+            self._check_epoch(message)
+        reply(answers[0])
 
     def closed(self, connection: ConnectionId) -> None:
         self._blocks.closed(connection)

@@ -186,7 +186,10 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
-            cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
+            cluster.move_rate_bytes,
+            cluster.repair_interval_s,
+            settings.network.request_timeout_s,
+            cluster.move_blocks_limit_s,
         ),
         validators=Validators(settings.records.validators),
     )
