@@ -81,7 +81,7 @@ def test_shapes_are_drawn_alike_and_say_what_they_are() -> None:
 
 def test_a_ring_of_five_leaves_everyone_a_majority() -> None:
     draw = Draw(1)
-    while (shape := draw_shape(draw, NAMES, [])).name != "ring":
+    while (shape := draw_shape(draw, NAMES, CLIENTS)).name != "ring":
         pass
     ((_, cuts),) = shape.steps
     for name in NAMES:
