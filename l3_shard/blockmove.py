@@ -47,13 +47,15 @@ class Getting:
         self._node, self._limit_s = node, limit_s
         self._ring, self._began_at = ring, now
 
-    def placed(self, ring: Ring, now: float) -> None:
-        """The ring in force.  What was got stays got in the other stages of a transition, and at its end."""
+    def placed(self, ring: Ring, now: float) -> bool:
+        """The ring in force; whether it is another one.  What was got stays got in the other stages of a
+        transition, and at its end."""
         was, self._ring = self._ring, ring
         over = was.moving and not ring.moving and was.serving.block_placement == ring.block_placement
         if was.block_placement != ring.block_placement and not over:
             self.full, self._began_at = False, now
             self.told.clear()
+        return was.epoch != ring.epoch
 
     @property
     def complete(self) -> bool:

@@ -109,8 +109,9 @@ class Refilling:
         self._changed = asyncio.Event()
 
     def ring_changed(self) -> None:
-        self._getting.placed(self._ring(), self._clock())
-        self._changed.set()
+        """There may be another one; idempotent."""
+        if self._getting.placed(self._ring(), self._clock()):
+            self._changed.set()
 
     def ready(self) -> bool:
         """Whether this shard has the blocks that a transition gives it, as far as it will."""

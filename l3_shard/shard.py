@@ -241,8 +241,6 @@ class Shard:
         self.node = node
         self.replica = replica
         self.ring = Ring.from_map(ring_map)
-        self.placed: Callable[[], None] = _nobody
-        """The shell's, if it wants to hear that a newer map has been taken up."""
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
         self._clock = HybridClock()
@@ -845,7 +843,6 @@ class Shard:
             self._plans.clear()
             if self._background is not None:
                 self._background.placed()
-            self.placed()
 
     # -- scans
 
@@ -943,10 +940,6 @@ class Shard:
         place = f"epoch {self.ring.epoch}, owners {owners}"
         strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
         return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
-
-
-def _nobody() -> None:
-    """Hears nothing."""
 
 
 def _check_kind(write: RecordWrite) -> None:

@@ -70,6 +70,7 @@ class Shedding:
         self._changed.set()
 
     def ring_changed(self) -> None:
+        """There may be another one; idempotent."""
         was, self._ring = self._ring, self._ring_now()
         if self._ring.epoch == was.epoch:
             return

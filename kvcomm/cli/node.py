@@ -19,9 +19,10 @@ from kvcomm.blockstore import BlockStore, Depot
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
+from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
-from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
+from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap, ShardMove
 
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlServer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.shedding import ShedCounts
     from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
@@ -42,6 +44,8 @@ class NodeProcess:
 
     def __init__(self, instance: str, node: str, role: Scope, config: Path | None) -> None:
         self.settings = load_config(config)
+        if self.settings.network.drop_table:
+            droptable.install()
         self.instance = Instance.open(instance)
         self.node = node
         self.role = role
@@ -55,9 +59,11 @@ class NodeProcess:
 
     @property
     def listen_at(self) -> list[str]:
-        """Data-wire addresses to bind: a socket for this host, a port for others."""
-        port = Address(host=self.settings.network.listen_host)
-        return [f"unix://{self.instance.socket_path(self.node)}", str(port)]
+        """Data-wire addresses to bind: a socket for this host, unless it is not to have one, and a port for
+        others."""
+        network = self.settings.network
+        port = str(Address(host=network.listen_host))
+        return [f"unix://{self.instance.socket_path(self.node)}", port] if network.local_sockets else [port]
 
     @property
     def storage_directory(self) -> Path:
@@ -197,6 +203,15 @@ class NodeProcess:
         self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
         for result, count in refill.rounds.items():
             self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
+
+    def refresh_move(self, move: ShardMove, shed: ShedCounts) -> None:
+        """The same for what the ring gave and took."""
+        metrics = self.metrics
+        metrics.counter("kvcomm_shed_blocks_total").advance_to(shed.blocks)
+        metrics.counter("kvcomm_shed_bytes_total").advance_to(shed.block_bytes)
+        metrics.gauge("kvcomm_move_records_left").set(move.records_left)
+        metrics.gauge("kvcomm_move_blocks_left").set(move.blocks_left)
+        metrics.gauge("kvcomm_move_bytes_left").set(move.bytes_left)
 
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""

@@ -133,6 +133,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh_strong(running.strong_counts())
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
+                process.refresh_move(running.move_status(), running.shed_counts())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
 
             backend = ShardBackend(process, store, running, disk)

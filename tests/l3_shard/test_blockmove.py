@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvcomm.block import BlockKey
-from kvcomm.wire.messages import RingMap, RingNode, RingTransition, ShardMove
+from kvcomm.rpc import KEY_VECTOR
+from kvcomm.wire.frames import encode_frame
+from kvcomm.wire.messages import (
+    PROTOCOL_VERSION,
+    BlockPut,
+    Failure,
+    Hello,
+    RingMap,
+    RingNode,
+    RingTransition,
+    ShardMove,
+    Want,
+)
 from l3_shard import refilling
 from l3_shard.blockmove import BlockMove, Getting, together
 from l3_shard.ring import Ring
 from tests.blockstores import DictDepot, DictStore
 from tests.l3_shard.test_server import Cluster, make_copies
-from tests.peers import until
+from tests.peers import IDENTITY, Dialogue, until
 
 
 def nodes(names: str) -> list[RingNode]:
@@ -253,3 +266,28 @@ def test_nor_for_a_shard_that_is_away(moving: Moving, monkeypatch: pytest.Monkey
     moving.move("abcd", "copy")
     assert moving.status("d").ready_epoch == 0
     until(lambda: moving.status("d").ready_epoch == moving.epoch)
+
+
+def test_a_put_that_a_new_ring_overtakes_is_done_again_where_it_belongs(moving: Moving) -> None:
+    """Its bytes were under way; a shard that acknowledged them would drop them at once."""
+    old, (copy,) = moving.tier(), make_copies(1)
+    (owner,) = Ring.from_map(moving.map).block_owners(copy.key)
+    (other,) = "abc".replace(owner, "")[:1]
+    body = [copy.header.pack(), bytes(copy.payload)]
+    head = BlockPut(moving.epoch, [Want(copy.key, copy.copy_bytes)])
+    hello = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{moving.directory}/{owner}.sock")
+        client = Dialogue(connection)
+        client.say(0, hello)
+        client.hear()
+        frame = b"".join(bytes(piece) for piece in encode_frame(1, head, body))
+        connection.sendall(frame[:-10])
+        until(lambda: moving.on_loop(lambda: moving.stores[owner].reserved))
+        moving.now_names = other
+        moving.issue()
+        connection.sendall(frame[-10:])
+        answer = client.hear().message
+    assert isinstance(answer, Failure) and answer.code == "stale_epoch"
+    assert not moving.held(owner)
+    assert moving.run(old.put([copy])) == ["stored"] and moving.held(other) == {copy.key}
