@@ -284,7 +284,7 @@ class ShardService:
         runtime: Runtime,
         blocks: BlockService,
         held: Callable[[Origin, BlockHoldings], BlockHeld],
-        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
+        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _: (),
     ) -> None:
         """``shed`` drops those of some blocks that the shard does not keep, and returns them."""
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held

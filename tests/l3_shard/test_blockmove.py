@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,9 +186,8 @@ def test_a_put_during_a_move_reaches_both_placements_and_a_get_finds_it_in_eithe
     for name in "abcd":
         until(lambda name=name: moving.held(name) == moving.kept(name, keys))
     for name in "abcd":  # lose what is read from first: whoever else keeps it is asked
-        moving.on_loop(
-            lambda name=name: moving.stores[name].drop([k for k in both if ring.block_owners(k)[0] == name])
-        )
+        firsts = [key for key in both if ring.block_owners(key)[0] == name]
+        moving.on_loop(partial(moving.stores[name].drop, firsts))
     assert moving.run(moving.tier().lookup(keys)) == [True] * 24
     assert moving.missing(keys) == 0
 
@@ -272,7 +272,7 @@ def test_a_put_that_a_new_ring_overtakes_is_done_again_where_it_belongs(moving: 
     """Its bytes were under way; a shard that acknowledged them would drop them at once."""
     old, (copy,) = moving.tier(), make_copies(1)
     (owner,) = Ring.from_map(moving.map).block_owners(copy.key)
-    (other,) = "abc".replace(owner, "")[:1]
+    other = "abc".replace(owner, "")[0]
     body = [copy.header.pack(), bytes(copy.payload)]
     head = BlockPut(moving.epoch, [Want(copy.key, copy.copy_bytes)])
     hello = Hello(PROTOCOL_VERSION, IDENTITY.token, IDENTITY.caller, KEY_VECTOR)
