@@ -456,7 +456,7 @@ def test_what_is_dropped_is_hidden_and_a_view_of_it_stays_whole():
     pool = OwnedMemory(slab_count=1)
     pool.owner.open_pins(5, SLOTS)
     for number in range(SLOTS):
-        pool.put(number, **({"parent": key_of(number - 1)} if number else {}))
+        pool.put(number, parent=key_of(number - 1))
     pinned, leased = pool.offset_of(0), pool.lease(1)
     pool.pin(0, pinned)
 

@@ -183,8 +183,7 @@ def test_a_put_during_a_move_reaches_both_placements_and_a_get_finds_it_in_eithe
     ring = Ring.from_map(moving.map)
     both = [key for key in keys if len(ring.block_keepers(key)) == 2]
     assert both
-    for name in "abcd":
-        until(lambda name=name: moving.held(name) == moving.kept(name, keys))
+    until(lambda: all(moving.held(name) == moving.kept(name, keys) for name in "abcd"))
     for name in "abcd":  # lose what is read from first: whoever else keeps it is asked
         firsts = [key for key in both if ring.block_owners(key)[0] == name]
         moving.on_loop(partial(moving.stores[name].drop, firsts))

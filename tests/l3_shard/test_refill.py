@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -185,13 +186,13 @@ def test_windows_are_bounded_in_keys_and_bytes():
     assert [want for window in windows for want in window] == wants
 
 
-def moving(stage: str = "copy") -> Ring:
+def moving(stage: Literal["copy", "serve"]) -> Ring:
     now, then = ring_of("abc", 1).to_map().shards, ring_of("abcd", 1).to_map().shards
     return Ring(RingMap(8, 3, 2, 1, 1, now, [], transition=RingTransition(stage, then, [])))
 
 
 @pytest.mark.parametrize("stage", ["copy", "serve"])
-def test_a_shard_that_comes_gets_what_the_placement_to_come_gives_it(stage: str):
+def test_a_shard_that_comes_gets_what_the_placement_to_come_gives_it(stage):
     ring, keys = moving(stage), [key_of(number) for number in range(80)]
     before = ring_of("abc", 1)
     shards = Shards(ring, {name: {} for name in "abcd"})
