@@ -37,6 +37,7 @@ from kvcomm.wire.messages import (
     Message,
     RingMap,
     RingNode,
+    ShardMove,
 )
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
@@ -98,6 +99,8 @@ class RunningShard:
     strong_counts: Callable[[], StrongCounts]
     refill_counts: Callable[[], RefillCounts]
     scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
+    move_status: Callable[[], ShardMove]
+    """How far it is with a transition."""
     damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
@@ -284,6 +287,7 @@ class _Process:
             strong_counts=self._machine.strong_counts,
             refill_counts=lambda: self._refilling.counts,
             scrub_counts=self._machine.scrub_counts,
+            move_status=self._machine.move_status,
             damaged_now=self._machine.damaged_now,
             usage=self._blocks.usage,
             story=self._machine.story,
