@@ -271,8 +271,7 @@ class _Process:
         await self._records.close()
 
     def _move_status(self) -> ShardMove:
-        epoch = self._records.epoch()
-        return together(ShardMove(epoch, epoch, epoch), self.keeping.move())
+        return together(self._records.machine.move_status(), self.keeping.move())
 
 
 class ShardService:

@@ -97,7 +97,7 @@ class Moving(Cluster):
         if self.next_names:
             transition = RingTransition(self.stage, self._nodes(self.next_names), [])
         return RingMap(
-            self.epoch, 1, 1, 1, self.block_copies, self._nodes(self.now_names), [], transition=transition
+            self.epoch, 3, 2, 1, self.block_copies, self._nodes(self.now_names), [], transition=transition
         )
 
     def _nodes(self, names: str) -> list[RingNode]:
@@ -160,6 +160,7 @@ def carry_out(cluster: Moving, names: str, keys: list[BlockKey]) -> None:
     assert cluster.missing(keys) == 0
 
 
+@pytest.mark.slow
 def test_blocks_follow_the_ring_and_nobody_keeps_what_it_does_not_own(moving: Moving) -> None:
     copies = make_copies(40)
     keys = [copy.key for copy in copies]
@@ -191,6 +192,7 @@ def test_a_put_during_a_move_reaches_both_placements_and_a_get_finds_it_in_eithe
     assert moving.missing(keys) == 0
 
 
+@pytest.mark.slow
 def test_a_move_that_is_taken_back_leaves_nothing_behind(moving: Moving) -> None:
     copies = make_copies(24)
     keys = [copy.key for copy in copies]
@@ -226,6 +228,7 @@ def test_a_shard_that_died_while_it_dropped_goes_on_when_it_is_back(
     assert not moving.held("a")
 
 
+@pytest.mark.slow
 def test_what_only_the_disk_of_a_leaving_shard_has_moves_too(moving: Moving) -> None:
     """More than the memory of those who stay has room for."""
     copies = make_copies(40)
@@ -256,6 +259,7 @@ def test_a_move_does_not_wait_for_blocks_that_nobody_has_room_for(moving: Moving
     assert len(moving.held("d")) == 2 and moving.stores["d"].evicting <= {False}
 
 
+@pytest.mark.slow
 def test_nor_for_a_shard_that_is_away(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refilling, "RETRY_S", 0.02)
     moving.stop("d")
