@@ -74,6 +74,7 @@ from kvcomm.wire.messages import (
     RingOffer,
     RingTaken,
     ShardMove,
+    SplitReport,
     StrongAccept,
     StrongChange,
     StrongEnter,
@@ -88,10 +89,12 @@ from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
+from l3_shard.peers import PeerWatch, WatchOptions
 from l3_shard.place import Groups, Place, place_of
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.recheck import Recheck
+from l3_shard.recovery import Recovery
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.resolving import resolve
@@ -177,14 +180,19 @@ class _Merge:
     incoming: RecordState
     keeps: Callable[[], bool]
     done: Callable[[KVCommError | None], None]
+    merged: Callable[[RecordState, RecordState], None]
+    """Hears what was here before and after."""
+    before: RecordState = dvv.EMPTY
 
     def apply(self, state: RecordState) -> RecordState:
         """The ring may have changed since it was asked for, and nobody would drop the record again."""
         if not self.keeps():
             raise Unavailable("the record has other owners by now")
+        self.before = state
         return dvv.merge(state, self.incoming)
 
     def durable(self, state: RecordState) -> None:
+        self.merged(self.before, state)
         self.done(None)
 
     def failed(self, error: KVCommError) -> None:
@@ -241,6 +249,7 @@ class Shard:
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
         validators: what the values of writes are held against.
+        watch: how closely it watches the others; ``None`` = not at all.
 
     Raises:
         RingError: the map contradicts itself.
@@ -259,6 +268,7 @@ class Shard:
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
         validators: Validators | None = None,
+        watch: WatchOptions | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -306,7 +316,9 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
         self._background = None if repair is None else self._make_repair(repair, notes or {})
+        self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
         self._recovered_last = b""
         self._stopped = False
@@ -329,6 +341,7 @@ class Shard:
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
             recover=self._recover_again,
+            recovery=self._recovery,
             stored=notes,
         )
 
@@ -396,6 +409,8 @@ class Shard:
                 self._scanned(event)
             case Resumed():
                 self._recheck.resumed()
+                if self._watch is not None:
+                    self._watch.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -630,7 +645,8 @@ class Shard:
 
     def _merge(self, key: bytes, state: RecordState, done: Callable[[KVCommError | None], None]) -> None:
         try:
-            self._lines.change(key, _Merge(state, partial(self._keeps, key), done))
+            merged = partial(self._recovery.merged, key)
+            self._lines.change(key, _Merge(state, partial(self._keeps, key), done, merged))
         except Refused as error:
             done(error)
 
@@ -934,6 +950,27 @@ class Shard:
             self._places.clear()
             if self._background is not None:
                 self._background.placed()
+            if self._watch is not None:
+                self._watch.ring_changed()
+
+    # -- the other shards
+
+    def _make_watch(self, options: WatchOptions) -> PeerWatch:
+        watch = PeerWatch(
+            self.node,
+            options,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            silenced=self._recovery.gone,
+            returned=self._returned,
+        )
+        self._timers.at(0.0, watch.ring_changed)
+        return watch
+
+    def _returned(self, node: str, silent_since: float) -> None:
+        if self._background is not None:
+            self._background.returned(node, self._desk.now - silent_since)
 
     # -- scans
 
@@ -1021,6 +1058,16 @@ class Shard:
             bytes_left=left_bytes,
         )
 
+    @property
+    def watch(self) -> PeerWatch | None:
+        """Which of the others answer, if anybody looks."""
+        return self._watch
+
+    def split(self) -> SplitReport | None:
+        """What became of the last split that this shard was in, as far as it is over; ``None`` = of none in
+        this life."""
+        return self._recovery.report()
+
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
         return self._strong_records().counts()
@@ -1035,6 +1082,8 @@ class Shard:
         self._desk.check()
         self._lines.check()
         self._recheck.check()
+        if self._watch is not None:
+            self._watch.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:
