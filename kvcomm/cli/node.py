@@ -103,8 +103,7 @@ class NodeProcess:
         took_ring: Callable[[RingMap], object] = lambda ring: None,
         vitals: Callable[[], Vitals] = Vitals,
     ) -> None:
-        """Open the control wire and the metrics, let others know, and tell the controllers how we are until
-        cancelled.
+        """Open the control wire and the metrics and let others know.
 
         Args:
             refresh: brings gauges up to date.
@@ -144,7 +143,12 @@ class NodeProcess:
             refused_transports=dict(refused_transports or {}),
         )
         self.instance.register(self._record)
-        await self._make_heart(self._record, ring, took_ring, vitals).run()
+        self.heart = self._make_heart(self._record, ring, took_ring, vitals)
+
+    async def keep_telling(self) -> None:
+        """Tell the controllers how we are, once announced and until cancelled."""
+        assert self.heart is not None, "it is announced first"
+        await self.heart.run()
 
     def _make_heart(
         self,
@@ -161,7 +165,7 @@ class NodeProcess:
         identity = Identity(self.instance.credentials().token(NODE_TENANT), self.incarnation)
         timeout_s = self.settings.network.connect_timeout_s
         self._heart_peers = AsyncPeers(identity, connect_timeout_s=timeout_s)
-        self.heart = Heart(
+        return Heart(
             Face(
                 self.node, self.role, self.rack, self.incarnation,
                 address("tcp:"), address("unix:"), record.control,
@@ -174,7 +178,6 @@ class NodeProcess:
             took_ring=took_ring,
             vitals=vitals,
         )  # fmt: skip
-        return self.heart
 
     async def withdraw(self) -> None:
         """The opposite, in the opposite order.  Idempotent."""

@@ -72,7 +72,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             transports=running.transports,
             refused_transports=running.refused_transports,
         )
-        announcing.append(asyncio.create_task(_or_stop(work, stop)))
+        announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
     try:
         await run_pool(
@@ -148,7 +148,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
             work = process.announce(
                 backend, running.addresses, "", refresh, ring=backend.ring, took_ring=running.adopt
             )
-            announcing.append(asyncio.create_task(_or_stop(work, stop)))
+            announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
         try:
             await run_shard(
@@ -202,7 +202,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
 
         backend = ControllerBackend(process, running)
         work = process.announce(backend, running.addresses, "", refresh, ring=backend.ring)
-        announcing.append(asyncio.create_task(_or_stop(work, stop)))
+        announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
     try:
         await run_controller(
@@ -316,6 +316,11 @@ async def _shard_stores(process: NodeProcess) -> AsyncIterator[tuple[Owner, Bloc
             clock=time.monotonic,
         ) as disk:
             yield store, disk
+
+
+async def _live(process: NodeProcess, announcement: Awaitable[None]) -> None:
+    await announcement
+    await process.keep_telling()
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:
