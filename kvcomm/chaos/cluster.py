@@ -21,7 +21,7 @@ from kvcomm.chaos.driver import Done, run_steps
 from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
 from kvcomm.chaos.plan import Plan
-from kvcomm.chaos.watch import Violation, Watch
+from kvcomm.chaos.watch import Place, Violation, Watch
 from kvcomm.chaos.world import Host, Timer, World
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.machine import (
@@ -294,6 +294,7 @@ class Cluster:
             plan.majority,
             partial(meta_floor, self.strong_disks),
             lambda: self.world.now,
+            self._places if plan.controllers else None,
         )
         self.broken: set[str] = set()
         """Nodes that stay down."""
@@ -378,168 +379,15 @@ class Cluster:
         if ring_map.epoch > self.map.epoch:
             self.map = ring_map
 
-    def heart(self, process: ShardProcess) -> Heart | None:
-        return None if self.controllers is None else self.controllers.heart(process)
+    def _places(self, node: str, key: bytes, epoch: int) -> list[Place]:
+        from l3_shard.ring import Ring
+        from l3_shard.shard import TENANT_BYTES
 
-    def found(self, within_s: float) -> None:
-        """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
-        yet.  Fragile shards die in the first seconds; then nobody does, for where one dies at every second
-        word of another there is no end."""
-        self._run_until_founded(FRAGILE_UNTIL_S)
-        self.calm = True
-        self._run_until_founded(within_s)
-        self.calm = False
-        if not self._founded():
-            self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
-
-    def _run_until_founded(self, until_s: float) -> None:
-        while not self._founded() and self.world.now < until_s:
-            self.world.run(self.world.now + 0.02)
-
-    def _founded(self) -> bool:
-        return all(self.votes(name) for name in self.names if name not in self.retired)
-
-    def votes(self, name: str) -> bool:
-        """Whether a shard is up and votes on strong records."""
-        shard = self.shard(name)
-        return shard is not None and shard.machine.strong_counts().votes
-
-    def lost_voters(self) -> set[str]:
-        """Shards whose strong records are lost or damaged, and not learned again yet.
-
-        At most a minority of any record's owners may be at the same time: with more, what was acknowledged
-        can be gone, and that is out of every promise.
-        """
-        self._emptied = {name for name in self._emptied if not self.votes(name)}
-        return self._emptied | {name for name in self.names if not self.strong_disks[name].sound()}
-
-    def lose_strong(self, name: str) -> None:
-        """The shard's database with strong records is gone."""
-        self.strong_disks[name].lose()
-        self._emptied.add(name)
-
-    def kill(self, name: str, restart_after_s: float | None = None) -> None: ...
-
-    def restart_s(self) -> float: ...
-
-    def adopted(self, name: str, ring_map: RingMap) -> None: ...
-
-    def heart(self, process: ShardProcess) -> Heart | None: ...
-
-
-class Cluster:
-    """One simulated cluster, running."""
-
-    def __init__(self, plan: Plan, parts: Parts | None = None) -> None:
-        self.plan = plan
-        self.parts = parts or Parts()
-        self.world = World(plan.seed)
-        self.draw = self.world.draw.fork("cluster")
-        self.history = History()
-        self.credentials = Credentials(bytes(range(32)))
-        self.network = Network(self.world, plan.weather, self.credentials)
-        self.names = [f"shard{index}" for index in range(plan.shards)]
-        self.map = self.make_map(0 if plan.controllers else 1, self.names)
-        self.maps: dict[int, RingMap] = {self.map.epoch: self.map}
-        """Every map that some shard has worked by."""
-        self._replica_count = 0
-        self.disks = {
-            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self.new_replica)
-            for name in self.names
-        }
-        self.strong_disks = {
-            name: self.parts.strong_disk(self.world.draw.fork(name), self.new_replica) for name in self.names
-        }
-        self.watch = Watch(
-            self.disks,
-            self.strong_disks,
-            plan.write_need,
-            plan.majority,
-            partial(meta_floor, self.strong_disks),
-            lambda: self.world.now,
-        )
-        self.broken: set[str] = set()
-        """Nodes that stay down."""
-        self._emptied: set[str] = set()
-        self.calm = False
-        """Nobody dies at a bad moment any more."""
-        self.retired: set[str] = set()
-        """Shards that are not to run: the plan does not name them any more."""
-        self.controllers: Controllers | None = None
-        if plan.controllers:
-            from kvcomm.chaos.controllers import Controllers
-
-            self.controllers = Controllers(self)
-        for name in self.names:
-            self.disks[name].heard = partial(self.watch.written, name)
-            self.strong_disks[name].heard = partial(self.watch.accepted, name)
-            self.make_host(name)
-            self.start(name)
-        if self.controllers is not None:
-            self.controllers.start_all()
-        self.clients: list[ClientProcess] = []
-        for index in range(plan.clients):
-            host = self.make_host(f"client{index}")
-            host.start(partial(self._client, index))
-
-    def client_names(self) -> list[str]:
-        return [client.host.name for client in self.clients]
-
-    @property
-    def violations(self) -> list[Violation]:
-        return self.watch.violations
-
-    def note(self, what: str) -> None:
-        self.history.add(Happened(round(self.world.now, 6), what))
-
-    # -- nodes
-
-    def host(self, name: str) -> Host:
-        return self.world.hosts[name]
-
-    def shard(self, name: str) -> ShardProcess | None:
-        process = self.host(name).process
-        return process if isinstance(process, ShardProcess) else None
-
-    def start(self, name: str) -> None:
-        """Start a shard, or a controller, that is down; a shard hears of the ring a moment later."""
-        if self.controllers is not None and name in self.controllers.names:
-            self.controllers.start(name)
-            return
-        host = self.host(name)
-        if host.running or name in self.broken or name in self.retired:
-            return
-        host.start(lambda host: self.parts.process(self, host))
-        if self.controllers is None:
-            self.hand_out(name)
-
-    def enlist(self, name: str) -> None:
-        """A shard that is to run from now on, with the disks that it had before, if it was here before."""
-        self.retired.discard(name)
-        if name not in self.names:
-            self.names.append(name)
-            self.disks[name] = self.parts.disk(self.world.draw.fork(name), self.plan.fsync, self.new_replica)
-            self.strong_disks[name] = self.parts.strong_disk(self.world.draw.fork(name), self.new_replica)
-            self.disks[name].heard = partial(self.watch.written, name)
-            self.strong_disks[name].heard = partial(self.watch.accepted, name)
-            self.make_host(name)
-        self.note(f"{name} is to run")
-        self.start(name)
-
-    def retire(self, name: str) -> None:
-        """A shard that is not to run any more; its disks stay where they are."""
-        self.retired.add(name)
-        self.note(f"{name} is not to run any more")
-        if name in self.names:
-            self.kill(name)
-
-    def adopted(self, name: str, ring_map: RingMap) -> None:
-        """``name`` works by this map from now on."""
-        known = self.maps.setdefault(ring_map.epoch, ring_map)
-        if known != ring_map:
-            self.watch.report("maps", f"{name} works by {ring_map}, others of that epoch by {known}")
-        if ring_map.epoch > self.map.epoch:
-            self.map = ring_map
+        shard = self.shard(node)
+        last = 0 if shard is None else shard.machine.ring.epoch
+        rings = [Ring.from_map(self.maps[each]) for each in sorted(self.maps) if epoch <= each <= last]
+        groups = [ring.write_groups(key[TENANT_BYTES:]) for ring in rings]
+        return [frozenset(frozenset(group) for group in place) for place in groups]
 
     def heart(self, process: ShardProcess) -> Heart | None:
         return None if self.controllers is None else self.controllers.heart(process)
@@ -580,17 +428,6 @@ class Cluster:
         """The shard's database with strong records is gone."""
         self.strong_disks[name].lose()
         self._emptied.add(name)
-
-    def _floor(self, name: str) -> bytes:
-        """What the shard's disk promises for all strong records that it does not have."""
-        import msgspec
-
-        from l3_shard.entering import MEMBERSHIP_KEY, Member
-
-        membership = self.strong_disks[name].states().get(MEMBERSHIP_KEY)
-        if membership is None or membership.register.value is None:
-            return b""
-        return msgspec.msgpack.decode(membership.register.value, type=Member).floor
 
     def kill(self, name: str, restart_after_s: float | None = None) -> None:
         """As ``kill -9``; comes back by itself after ``restart_after_s``."""
@@ -757,7 +594,9 @@ class ShardProcess:
     def _look_at_ring(self) -> None:
         ring = self.machine.ring
         if ring.epoch < self._epoch:
-            self.cluster.watch.report("maps", f"{self.host.name} went back from {self._epoch} to {ring.epoch}")
+            self.cluster.watch.report(
+                "maps", f"{self.host.name} went back from {self._epoch} to {ring.epoch}"
+            )
         if ring.epoch != self._epoch:
             self._epoch = ring.epoch
             self.cluster.adopted(self.host.name, ring.to_map())

@@ -1,12 +1,12 @@
 """``Controllers``: the controllers of a simulated cluster, and what follows their word.
 
-A :class:`ControllerProcess` does what ``controller.process`` does, without a line of asyncio: it is one member
-of the metadata group (a shipped shard machine with strong records, on a ring of controllers alone), holds or
-waits for the leader's lease with the shipped ``LeasePlane``, and drives the shipped ``Controller`` machine.
+A :class:`ControllerProcess` does what ``controller.process`` does, without a line of asyncio: it is one
+member of the metadata group (a shipped shard machine with strong records, on a ring of controllers alone),
+holds or waits for the leader's lease with the shipped ``LeasePlane``, and drives the shipped ``Controller``.
 A :class:`LauncherProcess` keeps the shards running that the plan names.
 
-The metadata group is a cluster of its own to :class:`~kvcomm.chaos.cluster.ShardProcess`: it has its own disks
-and its own watch, and is held to the same promises.
+The metadata group is a cluster of its own to :class:`~kvcomm.chaos.cluster.ShardProcess`: it has its own
+disks and its own watch, and is held to the same promises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import ShardProcess, meta_floor
 from kvcomm.chaos.driver import run_steps
-from kvcomm.chaos.hearts import Heart, Pulse
+from kvcomm.chaos.hearts import Heart, Pulse, moved
 from kvcomm.chaos.network import Peers, Reply
 from kvcomm.chaos.watch import Watch
 from kvcomm.chaos.world import Host, Timer
@@ -28,7 +28,18 @@ from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import Fenced, KVCommError
 from kvcomm.lease import Grant, Tenure
 from kvcomm.leaseplane import LeasePlane
-from kvcomm.machine import Answered, AskPeer, Closed, ConnectionId, Effect, Event, Origin, Received, Resumed, Tick
+from kvcomm.machine import (
+    Answered,
+    AskPeer,
+    Closed,
+    ConnectionId,
+    Effect,
+    Event,
+    Origin,
+    Received,
+    Resumed,
+    Tick,
+)
 from kvcomm.machine import Reply as ReplyEffect
 from kvcomm.metrics import Metrics
 from kvcomm.rpc.session import Identity
@@ -67,6 +78,8 @@ METADATA_S = 3.0
 """A read or write of the metadata is given up after so long."""
 RETRY_S = 0.5
 
+OVER = ("done", "cancelled", "rolled back", "failed")
+_NOBODY = Origin(ConnectionId(0), 0, b"", 0)
 _FOR_THE_CONTROLLER = (
     Heartbeat, ClusterGet, ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, RingGet,
 )  # fmt: skip
@@ -172,11 +185,25 @@ class Controllers:
         process = self.process(name)
         return process is not None and process.machine.strong_counts().votes
 
+    def leads(self, name: str) -> bool:
+        """Whether ``name`` acts on a lease that it holds."""
+        process = self.process(name)
+        return process is not None and process.leads
+
+    def under_way(self, name: str) -> str:
+        """The operation that ``name`` is at, as it says."""
+        process = self.process(name)
+        return "" if process is None else process.under_way()
+
     def led(self, name: str, term: int) -> None:
         """``name`` acts as the leader of ``term``."""
         first = self.terms.setdefault(term, name)
         if first != name:
             self.cluster.watch.report("leases", f"{first} and {name} both lead in term {term}")
+
+    def operator(self) -> Operator:
+        """Somebody who gives orders."""
+        return Operator(self.cluster, self)
 
     def heart(self, process: ShardProcess) -> Heart:
         """Of a shard."""
@@ -184,7 +211,7 @@ class Controllers:
 
         def feel() -> Pulse:
             ring = machine.ring.to_map() if machine.ring.epoch else None
-            return Pulse(machine.ring.epoch, ring, machine.move_status(), process.silent())
+            return Pulse(machine.ring.epoch, ring, moved(machine), process.silent())
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged
@@ -239,10 +266,21 @@ class ControllerProcess(ShardProcess):
 
         metadata, clock = self._controllers.metadata, self.host.clock
         tier = L3Tier(metadata.map, timeout_s=metadata.plan.ask_timeout_s, clock=clock)
-        return StrongPlane(tier, Tally(Metrics("controller"), clock), self.draw.unit)
+        return StrongPlane(tier, Tally(Metrics("client"), clock), self.draw.unit)
 
     def _feel(self) -> Pulse:
         return Pulse(self.controller.epoch, self.controller.ring)
+
+    @property
+    def leads(self) -> bool:
+        return self._tenure.valid(self.host.clock())
+
+    def under_way(self) -> str:
+        """The operation that is not over."""
+        (reply,) = self.controller.handle(Received(_NOBODY, ClusterGet()), self.host.clock())
+        assert isinstance(reply, ReplyEffect) and isinstance(reply.message, ClusterView)
+        newest = reply.message.operations[:1]
+        return "".join(f"{each}" for each in newest if each.step not in OVER)
 
     # -- requests
 

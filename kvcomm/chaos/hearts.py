@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from kvcomm.chaos.network import Peers
 from kvcomm.chaos.world import Host, Timer
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import Heartbeat, HeartbeatAnswer, RingMap, ShardMove
+
+if TYPE_CHECKING:
+    from l3_shard.shard import Shard
 
 ANSWER_S = 1.5
 CHANGE_S = 0.05
@@ -103,7 +108,7 @@ class Heart:
                 running=list(pulse.running),
             )
             ask = Ask(f"tcp://{controller}:1", beat)
-            self._peers.start([ask], now + ANSWER_S, lambda answer, name=controller: self._took(name, answer))
+            self._peers.start([ask], now + ANSWER_S, partial(self._took, controller))
         self._due = now + self._interval_s
         self._timer = self._host.after(self._interval_s, self._beat)
 
@@ -115,3 +120,9 @@ class Heart:
                     self._told = None
                     self.changed()
             self._heard(answer.message)
+
+
+def moved(machine: Shard) -> ShardMove:
+    """How far a shard is."""
+    status: Callable[[], ShardMove] | None = getattr(machine, "move_status", None)
+    return ShardMove() if status is None else status()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvcomm.chaos.hearts import moved
 from kvcomm.chaos.watch import Violation
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ def _unsettled(cluster: Cluster, controllers: Controllers) -> str:
     if ring_map.transition is not None:
         return f"epoch {ring_map.epoch} is on its way to another"
     if {node.node for node in ring_map.shards} != set(controllers.wanted):
-        return f"the ring has {[node.node for node in ring_map.shards]}, to run are {sorted(controllers.wanted)}"
+        return (
+            f"the ring has {[node.node for node in ring_map.shards]}, to run are {sorted(controllers.wanted)}"
+        )
     for node in ring_map.shards:
         shard = cluster.shard(node.node)
         if shard is None or shard.machine.ring.epoch != ring_map.epoch:
             return f"{node.node} does not work by epoch {ring_map.epoch}"
-        move = shard.machine.move_status()
+        move = moved(shard.machine)
         if move.clean_epoch < ring_map.epoch:
             return f"{node.node} is not clean by epoch {ring_map.epoch}: {move}"
     return ""

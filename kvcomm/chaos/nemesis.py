@@ -40,10 +40,7 @@ class Nemesis:
         if self.plan.faults:
             self._wait()
         if self.plan.orders:
-            from kvcomm.chaos.controllers import Operator
-
-            assert self.cluster.controllers is not None
-            self._operator = Operator(self.cluster, self.cluster.controllers)
+            self._operator = self._controllers().operator()
             self._wait_for_order()
 
     def heal(self) -> None:

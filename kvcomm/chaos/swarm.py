@@ -34,6 +34,8 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
+CONTROLLED = 0.0
+"""Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
 is frequent."""
@@ -100,7 +102,7 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
 def _with_controllers(plan: Plan, draw: Draw) -> Plan:
     """In most worlds controllers make the maps, and operators have them move records.  Then shards repair: a
     move is a comparison."""
-    if not draw.chance(0.6):
+    if not draw.chance(CONTROLLED):
         return plan
     shards = max(plan.shards, plan.replicas)
     orders = draw.some(ORDERS, draw.between(1, len(ORDERS)))
