@@ -376,6 +376,10 @@ class Cluster:
         known = self.maps.setdefault(ring_map.epoch, ring_map)
         if known != ring_map:
             self.watch.report("maps", f"{name} works by {ring_map}, others of that epoch by {known}")
+        if self.controllers is not None and not self.controllers.metadata.noted(ring_map):
+            self.watch.report(
+                "noted", f"{name} works by epoch {ring_map.epoch}, which was never written down"
+            )
         if ring_map.epoch > self.map.epoch:
             self.map = ring_map
 

@@ -59,10 +59,10 @@ from kvcomm.wire.messages import (
     MoveOrder,
     NodePlan,
     RebalanceOrder,
-    RingGet,
     RingMap,
     RingNode,
     ScaleOrder,
+    StrongState,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ RETRY_S = 0.5
 OVER = ("done", "cancelled", "rolled back", "failed")
 _NOBODY = Origin(ConnectionId(0), 0, b"", 0)
 _FOR_THE_CONTROLLER = (
-    Heartbeat, ClusterGet, ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, RingGet,
+    Heartbeat, ClusterGet, ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder,
 )  # fmt: skip
 
 
@@ -121,8 +121,10 @@ class Metadata:
             lambda: cluster.world.now,
         )
         self.watch.violations = cluster.watch.violations
+        self._holders: dict[bytes, set[str]] = {}
+        """Of each map that was ever noted, whose disks have had it."""
         for name in names:
-            self.strong_disks[name].heard = partial(self.watch.accepted, name)
+            self.strong_disks[name].heard = partial(self._accepted, name)
         self.note, self.restart_s = cluster.note, cluster.restart_s
         self._cluster, self._kill = cluster, cluster.kill
 
@@ -135,6 +137,17 @@ class Metadata:
 
     def adopted(self, name: str, ring_map: RingMap) -> None:
         """The metadata group has one map for ever."""
+
+    def noted(self, ring_map: RingMap) -> bool:
+        """Whether this map has been on the disks of a majority."""
+        from l3_shard.ring import encode_map
+
+        return len(self._holders.get(encode_map(ring_map), ())) >= self.plan.majority
+
+    def _accepted(self, name: str, key: bytes, state: StrongState) -> None:
+        self.watch.accepted(name, key, state)
+        if key.endswith(RING) and state.register.value is not None:
+            self._holders.setdefault(state.register.value, set()).add(name)
 
     def heart(self, process: ShardProcess) -> None:
         """A member of the metadata group has the heart of its controller."""
@@ -195,11 +208,22 @@ class Controllers:
         process = self.process(name)
         return "" if process is None else process.under_way()
 
+    def lose_all(self) -> None:
+        """The metadata is gone, the leader's lease with it: terms begin anew."""
+        for name in self.names:
+            self.metadata.disks[name].lose()
+            self.metadata.strong_disks[name].lose()
+        self._emptied.clear()
+        self.terms = {}
+
     def led(self, name: str, term: int) -> None:
-        """``name`` acts as the leader of ``term``."""
+        """``name`` writes something down as the leader of ``term``."""
+        report = self.cluster.watch.report
         first = self.terms.setdefault(term, name)
         if first != name:
-            self.cluster.watch.report("leases", f"{first} and {name} both lead in term {term}")
+            report("leases", f"{first} and {name} both lead in term {term}")
+        if term < max(self.terms):
+            report("leases", f"{name} leads in term {term} after {max(self.terms)} has begun")
 
     def operator(self) -> Operator:
         """Somebody who gives orders."""

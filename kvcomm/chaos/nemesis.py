@@ -416,6 +416,17 @@ class Nemesis:
         controllers.lose(name)
         return name
 
+    def _controllers_disks(self) -> str:
+        """All at once: the metadata is lost.  Of three, what two lose is lost, and the third does not know
+        it: nobody may lose that."""
+        names = self._controllers().names
+        for name in names:
+            self.cluster.kill(name)
+        self._controllers().lose_all()
+        for name in names:
+            self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return "all of them"
+
     def _some_mover(self) -> str:
         """A shard that a move under way is about, or any."""
         moving = self.cluster.map.transition

@@ -19,7 +19,7 @@ FAULTS = (
 
 CONTROLLER_FAULTS = (
     "controller_kill", "controllers_kill", "controller_pause", "controller_cut", "controller_disk",
-    "mover_kill", "mover_pause", "mover_cut",
+    "controllers_disks",    "mover_kill", "mover_pause", "mover_cut",
 )  # fmt: skip
 """And where there are controllers."""
 ORDERS = ("grow", "shrink", "drain", "range", "cancel")
