@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvcomm.slabs import Slabs
     from l1.tier import L1Tier
     from l2_rdma.tier import L2Tier
+    from l3_shard.tier import L3Tier
 
 # What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
@@ -288,15 +289,27 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         if l2 is not None:
             l2.close()
 
+    counted = _counting(tally.metrics, near, l2, l3, copies, heat)
+    return _Parts(operations, counted, close, lambda: l2.stats().pools if l2 is not None else ())
+
+
+def _counting(
+    metrics: Metrics,
+    near: L1Tier,
+    l2: L2Tier | None,
+    l3: L3Tier | None,
+    copies: HotCopies,
+    heat: Heat | None,
+) -> Callable[[], dict[str, float]]:
+    """What the tiers count themselves is taken over when somebody looks."""
     taking_over = threading.Lock()  # else an older look could come after a newer one and turn a counter back
 
     def counted() -> dict[str, float]:
-        """What the tiers count themselves is taken over when somebody looks."""
         with taking_over:
             return take_over()
 
     def take_over() -> dict[str, float]:
-        counter, first = tally.metrics.counter, near.stats()
+        counter, first = metrics.counter, near.stats()
         counter("kvcomm_negative_hits_total").advance_to(first.absent_hits_total)
         counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
         counter("kvcomm_copies_refused_total", tier="l1").advance_to(first.rejected_total)
@@ -316,7 +329,7 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_pool_losses_total").advance_to(rack.lost_count)
             for state in get_args(PoolState):
                 number = sum(pool.state == state for pool in rack.pools)
-                tally.metrics.gauge("kvcomm_pools", state=state).set(number)
+                metrics.gauge("kvcomm_pools", state=state).set(number)
             for (wanted, used), count in rack.fallbacks.items():
                 counter("kvcomm_transport_fallbacks_total", wanted=wanted, used=used).advance_to(count)
         if l3 is not None:
@@ -324,9 +337,9 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
             counter("kvcomm_hedged_requests_total").advance_to(l3.counts.hedged_count)
             counter("kvcomm_lagging_copies_total").advance_to(l3.counts.lagging_count)
-        return tally.metrics.snapshot()
+        return metrics.snapshot()
 
-    return _Parts(operations, counted, close, lambda: l2.stats().pools if l2 is not None else ())
+    return counted
 
 
 def _rack(

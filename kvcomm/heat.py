@@ -20,8 +20,8 @@ The same report carries whose blocks this client fetched, for the placement of a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from kvcomm.block import Incarnation
 from kvcomm.sketch import Counted, HeavyHitters
@@ -64,10 +64,11 @@ class Window:
     Threads: an update that is lost between two of them is one count too few.
     """
 
-    __slots__ = ("_counts", "_summary", "total")
+    __slots__ = ("_counts", "_errors", "_summary", "total")
 
     def __init__(self) -> None:
         self._counts: dict[bytes, float] = {}
+        self._errors: dict[bytes, float] = {}
         self._summary: HeavyHitters | None = None
         self.total = 0.0
 
@@ -82,31 +83,38 @@ class Window:
 
     def take(self, counted: Iterable[Counted]) -> None:
         """Add what somebody else has counted."""
-        self._fold()
-        assert self._summary is not None
-        counted = list(counted)
-        self._summary.take(counted, 0.0)
-        self.total += sum(each.count for each in counted)
+        counts, errors = self._counts, self._errors
+        for each in counted:
+            counts[each.key] = counts.get(each.key, 0.0) + each.count
+            if each.error:
+                errors[each.key] = errors.get(each.key, 0.0) + each.error
+            self.total += each.count
+        if len(counts) > EXACT_KEYS:
+            self._fold()
 
     def drain(self, count: int) -> list[Counted]:
         """The heaviest, and begin anew.  Of equal ones that which came first: heads of prefixes do."""
         if self._summary is None:
-            counts, self._counts = self._counts, {}
-            found = [
-                Counted(key, times)
-                for key, times in heapq.nlargest(count, counts.items(), key=lambda item: item[1])
-            ]
+            counts, errors = self._begin()
+            heaviest = heapq.nlargest(count, counts.items(), key=lambda item: item[1])
+            found = [Counted(key, times, errors.get(key, 0.0)) for key, times in heaviest]
         else:
             self._fold()
             found, self._summary = self._summary.top(count, 0.0), None
         self.total = 0.0
         return found
 
+    def _begin(self) -> tuple[dict[bytes, float], dict[bytes, float]]:
+        """What has been counted exactly, which is forgotten here."""
+        counts, errors = self._counts, self._errors
+        self._counts, self._errors = {}, {}
+        return counts, errors
+
     def _fold(self) -> None:
-        counts, self._counts = self._counts, {}
+        counts, errors = self._begin()
         if self._summary is None:
             self._summary = HeavyHitters(SUMMARY_KEYS)
-        self._summary.take([Counted(key, times) for key, times in counts.items()], 0.0)
+        self._summary.take([Counted(key, times, errors.get(key, 0.0)) for key, times in counts.items()], 0.0)
 
 
 class Heat:
@@ -123,7 +131,7 @@ class Heat:
         """Sent since start."""
         self._agent, self._rack, self._shards, self._clock = agent, rack, shards, clock
         self._blocks, self._records = Window(), Window()
-        self._fetched: dict[int, tuple[int, int]] = {}
+        self._fetched: dict[int, Fetched] = {}
         self._reported_at = clock()
         self._due_at = self._reported_at + INTERVAL_S
 
@@ -137,9 +145,13 @@ class Heat:
         for block in blocks:
             header = block.header
             if block.tier != "l1" and header.producer != self._agent:
-                count, size = fetched.get(header.producer, (0, 0))
-                if count or len(fetched) < PUBLISHERS_MAX:
-                    fetched[header.producer] = count + 1, size + header.payload_bytes
+                known = fetched.get(header.producer)
+                if known is not None or len(fetched) < PUBLISHERS_MAX:
+                    near = block.tier == "l2"
+                    more = Fetched(
+                        header.producer, 1, header.payload_bytes * near, header.payload_bytes * (not near)
+                    )
+                    fetched[header.producer] = more if known is None else summed(known, more)
 
     def riding(self, steps: Steps[T]) -> Steps[T]:
         """Run ``steps``; a report that is due goes along."""
@@ -187,7 +199,7 @@ class Heat:
             lasted_s,
             heats(self._blocks.drain(BLOCKS_MAX)),
             _within(heats(self._records.drain(RECORDS_MAX)), NAMES_BYTES_MAX),
-            traffic=[AgentTraffic(self._agent, self._rack, _heaviest(fetched))] if fetched else [],
+            traffic=[AgentTraffic(self._agent, self._rack, heaviest(fetched.values()))] if fetched else [],
         )
 
 
@@ -207,8 +219,18 @@ def _within(records: list[KeyHeat], size_bytes: int) -> list[KeyHeat]:
     return fitting
 
 
-def _heaviest(fetched: Mapping[int, tuple[int, int]]) -> list[Fetched]:
-    heaviest: list[tuple[int, tuple[Any, ...]]] = heapq.nlargest(
-        TRAFFIC_PUBLISHERS_MAX, fetched.items(), key=lambda item: item[1][1]
+def summed(one: Fetched, other: Fetched) -> Fetched:
+    """Of the same publisher."""
+    return Fetched(
+        one.publisher,
+        one.blocks + other.blocks,
+        one.near_bytes + other.near_bytes,
+        one.far_bytes + other.far_bytes,
     )
-    return [Fetched(publisher, count, size) for publisher, (count, size) in heaviest]
+
+
+def heaviest(fetched: Iterable[Fetched]) -> list[Fetched]:
+    """As many as travel."""
+    return heapq.nlargest(
+        TRAFFIC_PUBLISHERS_MAX, fetched, key=lambda each: (each.near_bytes + each.far_bytes, each.blocks)
+    )

@@ -704,8 +704,10 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
     publisher: int
     """Incarnation that the blocks' headers name."""
     blocks: int
-    block_bytes: int
-    """Of payload."""
+    near_bytes: int
+    """Of payload, from the pools of its rack."""
+    far_bytes: int
+    """From the shards."""
 
 
 class AgentTraffic(msgspec.Struct, frozen=True, array_like=True):

@@ -170,7 +170,9 @@ def test_blocks_of_others_are_traffic(clock):
     driver.run(mine.riding(asking("unix:///shard-0")))
     [report] = driver.reports
     assert {each.key[0]: each.count for each in report.blocks} == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
-    assert report.traffic == [AgentTraffic(7, "rack-a", [Fetched(9, 2, 2 * NAMESPACE.block_bytes)])]
+    assert report.traffic == [
+        AgentTraffic(7, "rack-a", [Fetched(9, 2, NAMESPACE.block_bytes, NAMESPACE.block_bytes)])
+    ]
 
 
 def test_long_names_do_not_make_a_report_long(clock, monkeypatch):

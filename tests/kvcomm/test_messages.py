@@ -105,7 +105,7 @@ EXAMPLES: list[Message] = [
         [KeyHeat(b"k" * 32, 12.5, 0.5)],
         [KeyHeat(b"state/n/k", 3.0)],
         [KeyHeat(b"t" * 16 + b"state/n/k", 2.0)],
-        [AgentTraffic(7, "rack-a", [Fetched(9, 2, 4096)], "planner")],
+        [AgentTraffic(7, "rack-a", [Fetched(9, 2, 4096, 0)], "planner")],
     ),
     HotRecords([b"t" * 16 + b"state/n/k"], 6.0),
     WarmOrder([b"k" * 32], 1 << 20),
