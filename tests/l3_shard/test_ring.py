@@ -216,7 +216,6 @@ def test_a_transition_reads_one_placement_and_keeps_both(
     ring = Ring(moving(before, after, stage))
     read, other = (before, after) if stage == "copy" else (after, before)
     neighbours = {name: set(ring.neighbours(name)) for name in ring.names}
-    gains = {name for name in ring.names if ring.gains(name)}
     for key in KEYS[:6]:
         groups = [oracle(read, key, 3), oracle(other, key, 3)]
         assert ring.replicas(key) == groups[0]
