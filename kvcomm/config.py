@@ -125,6 +125,12 @@ def _positive_count(value: Any, _ram_bytes: int) -> int:
     return _at_least(_count(value, 0), 1, "a count")
 
 
+def _truth(value: Any, _ram_bytes: int) -> bool:
+    if not isinstance(value, bool):
+        _unlike(value, "true or false")
+    return value
+
+
 def _text(value: Any, _ram_bytes: int) -> str:
     if not isinstance(value, str):
         _unlike(value, "text")
@@ -305,6 +311,17 @@ class NetworkConfig:
         "told to call. Loopback: nobody outside this host reaches them. Any other address lets agents of "
         "other hosts in, and **tokens and blocks then travel in clear**: use it on a network where nobody "
         "listens who should not.",
+    )  # fmt: skip
+    local_sockets: bool = _setting(
+        "local_sockets", _truth, True,
+        "Whether nodes also listen on a socket in the instance's directory, which callers on the same host "
+        "prefer. `false`: everything goes over TCP. For tests that cut a network whose hosts share one file "
+        "system: a socket there would cross every cut.",
+    )  # fmt: skip
+    drop_table: bool = _setting(
+        "drop_table", _truth, False,
+        "Whether the node takes orders to stop hearing some of its peers (`kvcomm chaos`), from whoever "
+        "knows the cluster's own token. For tests: with `true` a partition can be made without root.",
     )  # fmt: skip
     rdma_device: str = _setting(
         "rdma_device", _text, "",

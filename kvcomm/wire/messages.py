@@ -81,6 +81,30 @@ class Failure(Message, frozen=True):
     detail: bytes = b""
 
 
+# -- faults on order
+# --------------------------------------------------------------------------------------------------------
+
+
+class DropPeer(msgspec.Struct, frozen=True, array_like=True):
+    """One peer, and what passes no more between it and the process that is told."""
+
+    addresses: Many[str]
+    """Of its data wire: this process calls it there."""
+    caller: int
+    """Its incarnation: it calls this process under that; 0 = it is no node."""
+    mute: bool
+    """What this process says to it is held back."""
+    deaf: bool
+    """What it says to this process is not looked at."""
+
+
+class DropOrder(Message, frozen=True):
+    """Test: from now on behave as if the network to these peers were cut, and to no others; ``Done``.
+    Refused unless the node was started with ``network.drop_table``; see ``kvcomm.rpc.droptable``."""
+
+    peers: Many[DropPeer]
+
+
 # -- blocks: one-sided writes through a reservation
 # ----------------------------------------------------------------
 
@@ -902,7 +926,7 @@ class ChannelOpened(Message, frozen=True):
 
 
 MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Ping, Pong, Failure, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
+    Hello, Welcome, Ping, Pong, Failure, DropOrder, BlockReserve, BlockReserved, BlockPublish, BlockPublished,
     BlockAbort, Done, PinOpen, PinRange, BlockLookup, BlockPresence, BlockGet, BlockCopies, BlockPut,
     BlockStored, BlockSuspect, BlockList, BlockListed, RecordGet, RecordStates, RecordPut, RecordVersions,
     RecordReplicate, RecordFetch, RecordForget, TreeGet, TreeDigests, LeafGet, LeafRecords, RecordScan,
