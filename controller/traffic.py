@@ -1,9 +1,13 @@
 """``TrafficGraph``: who fetched whose blocks, forgetting.
 
 An undirected graph: the weight between two agents is what either got of the other's blocks, in bytes, where
-what is ``half_life_s`` old counts half.  Nothing is ever recounted: a new fetch is entered with a weight that
-grows as the old ones should shrink (forward decay; Cormode, Shkapenyuk, Srivastava, Xu 2009), and all weights
-are scaled back before they grow too large.
+what is ``half_life_s`` old counts half.  A rack gets a block from elsewhere once and keeps it, so what counts
+is what came from another rack, and of what came from the own one the blocks of those who live there: copies
+that somebody else's read had brought cost nothing, and need nobody to move.
+
+Nothing is ever recounted: a new fetch is entered with a weight that grows as the old ones should shrink
+(forward decay; Cormode, Shkapenyuk, Srivastava, Xu 2009), and all weights are scaled back before they grow
+too large.
 
 Every weight is kept in two *halves*, into which reports go by turns.  A grouping that is made from one half
 and judged by the other is judged by traffic that it has not seen, so what looks like a community by chance
@@ -17,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 AGENTS_MAX = 4_096
 PAIRS_MAX = 65_536
@@ -26,6 +31,15 @@ SCALE_BACK_AT = 64.0
 """Half-lives."""
 LEAST_BYTES = 1.0
 """What has decayed below is forgotten."""
+
+
+class Fetches(NamedTuple):
+    """What an agent got of one publisher's blocks, in bytes."""
+
+    near_bytes: int
+    """From its own rack's pools."""
+    far_bytes: int
+    """From elsewhere."""
 
 
 @dataclass(slots=True)
@@ -72,17 +86,17 @@ class TrafficGraph:
         self._origin = 0.0  # the time at which a byte weighs one
 
     def heard(
-        self, agent: int, rack: str, fetched_bytes: Mapping[int, int], now: float, *, name: str = ""
+        self, agent: int, rack: str, fetched: Mapping[int, Fetches], now: float, *, name: str = ""
     ) -> None:
         """One report: how much ``agent``, which runs in ``rack``, got from the cache since its last one.
 
         Args:
-            fetched_bytes: by the publisher of the blocks; its own ones do not count.
+            fetched: by the publisher of the blocks; its own ones do not count.
 
         Raises:
             ValueError: a number is negative.
         """
-        if any(size < 0 for size in fetched_bytes.values()):
+        if any(min(each) < 0 for each in fetched.values()):
             raise ValueError(f"agent {agent:016x} reports negative traffic")
         if self._began_at is None:
             self._began_at = self._origin = now
@@ -92,7 +106,10 @@ class TrafficGraph:
         half = reader.report_count % 2
         reader.report_count += 1
         growth = 2.0 ** ((now - self._origin) / self.half_life_s)
-        for publisher, size_bytes in fetched_bytes.items():
+        for publisher, (near_bytes, far_bytes) in fetched.items():
+            known = self._agents.get(publisher)
+            neighbour = known is not None and known.rack == reader.rack
+            size_bytes = far_bytes + near_bytes * neighbour
             if publisher != agent and size_bytes:
                 weight = self._pair(reader, self._agent(publisher, now))
                 weight[half] += size_bytes * growth

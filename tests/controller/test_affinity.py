@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from controller.affinity import Advice, Pricing, Survey
-from controller.traffic import TrafficGraph
+from controller.traffic import Fetches, TrafficGraph
 
 pytest.importorskip("pymetis", reason="the extra affinity is not installed")
 
 MIB = 1 << 20
+NEAR, FAR = Fetches(MIB, 0), Fetches(0, MIB)
 PRICING = Pricing(move_bytes=MIB)
 AGENTS, RACKS = 24, 4
 
@@ -24,9 +25,12 @@ def heard(
     draw, graph = random.Random(seed), TrafficGraph()
     homes = [agent % RACKS for agent in range(AGENTS)]
     draw.shuffle(homes)
+    for agent, home in enumerate(homes):
+        graph.heard(1 + agent, f"rack-{home}", {}, 0.0, name=f"agent-{agent}")
     for number in range(reports):
         agent = draw.randrange(AGENTS)
-        fetched = {1 + partner(agent, draw): MIB for _ in range(3)}
+        others = {partner(agent, draw) for _ in range(3)}
+        fetched = {1 + other: NEAR if homes[other] == homes[agent] else FAR for other in others}
         graph.heard(1 + agent, f"rack-{homes[agent]}", fetched, number / 100, name=f"agent-{agent}")
     return graph
 
@@ -82,7 +86,7 @@ def test_a_single_large_transfer_moves_nobody():
     graph = TrafficGraph()
     for agent in range(1, 9):
         graph.heard(agent, f"rack-{agent % 2}", {}, 0.0)
-    graph.heard(1, "rack-1", {2: 1 << 40}, 1.0)
+    graph.heard(1, "rack-1", {2: Fetches(0, 1 << 40)}, 1.0)
     assert advice(graph, now=2.0).move_count == 0
 
 
@@ -105,7 +109,7 @@ def test_rooms_are_kept_to():
 def test_traffic_with_agents_of_no_known_rack_is_told_apart():
     graph = TrafficGraph()
     for second in range(10):
-        graph.heard(1, "rack-0", {7: MIB, 2: MIB}, float(second))
+        graph.heard(1, "rack-0", {7: Fetches(0, MIB), 2: Fetches(0, MIB)}, float(second))
         graph.heard(2, "rack-1", {}, float(second))
     found = advice(graph, Pricing(move_bytes=1e18), now=10.0)
     assert found.unplaced_bytes_s == pytest.approx(MIB, rel=0.1)
@@ -116,8 +120,8 @@ def test_traffic_with_agents_of_no_known_rack_is_told_apart():
 def test_nothing_to_say():
     graph = TrafficGraph()
     assert Survey.of(graph, {}, 0.0, PRICING).advice().reason == "no agent got another one's blocks"
-    graph.heard(1, "a", {2: MIB}, 0.0)
-    graph.heard(2, "a", {1: MIB}, 0.0)
+    graph.heard(1, "a", {2: FAR}, 0.0)
+    graph.heard(2, "a", {1: FAR}, 0.0)
     assert Survey.of(graph, {}, 1.0, PRICING).advice().reason == "there is one rack"
 
 
