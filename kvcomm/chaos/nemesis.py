@@ -6,7 +6,7 @@ by contract (a disk, a record, a power cut without fsync) is limited by the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -82,6 +82,11 @@ class Nemesis:
     def cut(self, cut: set[Cut]) -> None:
         """Nothing passes there, until everything is healed."""
         self._cuts.append(cut)
+        self._recut()
+
+    def recut(self, cut: Collection[Cut]) -> None:
+        """This and nothing else is cut from now on."""
+        self._cuts = [set(cut)]
         self._recut()
 
     def _mend(self, cut: set[Cut]) -> None:

@@ -13,6 +13,7 @@ from kvcomm.chaos.liveness import Core, check_liveness
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import UNDECIDED, MixedWorkload
+from kvcomm.chaos.splits import Splits, SplitWork
 from kvcomm.chaos.watch import Violation
 from kvcomm.chaos.workload import Work, Workload
 
@@ -46,6 +47,7 @@ def simulate(
     *,
     workload: Callable[[Plan], Workload] = MixedWorkload,
     script: Callable[[Nemesis], None] | None = None,
+    splits: Splits | None = None,
 ) -> Result:
     """Run ``plan``; a broken invariant of a machine, and whatever else it raises, is a violation like any
     other.
@@ -54,11 +56,15 @@ def simulate(
         parts: what the cluster is made of, in place of what is shipped.
         workload: what the clients do, and who judges it.
         script: puts faults on the agenda in place of the drawn ones.
+        splits: in place of faults, splits that are healed and measured one after the other.
     """
     cluster = Cluster(plan, parts)
     cluster.history.add(Began(plan.describe()))
     try:
-        violations = _play(cluster, workload(plan), script)
+        if splits is not None:
+            violations = _play_splits(cluster, workload(plan), splits)
+        else:
+            violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
     except Exception:
@@ -96,10 +102,24 @@ def _play_liveness(cluster: Cluster, nemesis: Nemesis) -> list[Violation]:
 
 
 def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
-    plan, world = cluster.plan, cluster.world
-    world.run(plan.active_s)
+    cluster.world.run(cluster.plan.active_s)
     nemesis.heal()
-    world.run(plan.active_s + plan.quiet_s)
+    return _settle(cluster, nemesis, work)
+
+
+def _play_splits(cluster: Cluster, workload: Workload, splits: Splits) -> list[Violation]:
+    nemesis, work = Nemesis(cluster), SplitWork(cluster, workload)
+    cluster.found(FOUNDED_WITHIN_S)
+    work.begin()
+    late = splits.play(cluster, nemesis, work)
+    nemesis.heal()
+    return late + _settle(cluster, nemesis, work)
+
+
+def _settle(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
+    """Let everything that was begun come to its end, look at what is left, and judge."""
+    plan, world = cluster.plan, cluster.world
+    world.run(world.now + plan.quiet_s)
     quiet = ending(cluster, nemesis)
     work.finish()
     _until_looked(cluster, work)
