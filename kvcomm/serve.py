@@ -27,16 +27,28 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from kvcomm.block import Buffer, Incarnation
-from kvcomm.credentials import Credentials
+from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.machine import ConnectionId, Origin
+from kvcomm.rpc import droptable
+from kvcomm.rpc.droptable import Gate, Peer
 from kvcomm.rpc.session import KEY_VECTOR
 from kvcomm.rpc.sockets import listen, tune
 from kvcomm.rpc.stream import STALL_S, FrameStream
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.deadlines import overdue_s, stamp_of
 from kvcomm.wire.frames import KNOWS_STAMPS, MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
-from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Ping, Pong, Welcome
+from kvcomm.wire.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    DropOrder,
+    Failure,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Welcome,
+)
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox
 
 T = TypeVar("T")
@@ -226,6 +238,9 @@ class _Accepted:
         self._reader = FrameReader(self._sink, message_bytes_max=HELLO_BYTES_MAX, payload_bytes_max=0)
         self._outbox = Outbox()
         self._origin: Origin | None = None
+        self._caller: int | None = None
+        self._unheard: Frame | None = None
+        """Its ``Hello``, while the drop table says that it is not heard."""
         self._refused: dict[int, KVCommError] = {}
         self._unanswered: set[int] = set()
         self._knows_stamps = False
@@ -290,8 +305,34 @@ class _Accepted:
             self._stream.flush()
         self._regulate()
 
+    @property
+    def peer(self) -> Peer | None:
+        return self._caller
+
+    def hold(self, gate: Gate) -> None:
+        """A caller that is not to be heard waits for its welcome; what it said is looked at later."""
+        if self._ended:
+            return
+        self._stream.hold(gate)
+        hello = self._unheard
+        if hello is not None and not gate.deaf:
+            self._unheard = None
+            try:
+                self._greet(hello)
+            except KVCommError as error:
+                self._say_goodbye(error)
+            else:
+                self._stream.flush()
+
     def _greet(self, frame: Frame) -> None:
-        hello, server = frame.message, self._server
+        hello, server, table = frame.message, self._server, droptable.installed()
+        if table is not None and isinstance(hello, Hello) and self._caller is None:
+            self._caller = hello.caller
+            gate = table.watch(self)
+            self._stream.hold(gate)
+            if gate.deaf:
+                self._unheard = frame
+                return
         if not isinstance(hello, Hello):
             raise Refused(f"the first message must be Hello, not {type(hello).__name__}")
         if hello.protocol != PROTOCOL_VERSION:
@@ -324,12 +365,23 @@ class _Accepted:
                 raise self._refused.pop(frame.request)
             if isinstance(frame.message, Ping):
                 reply(Pong())
+            elif isinstance(frame.message, DropOrder):
+                self._drop(origin, frame.message)
+                reply(Done())
             elif frame.stamp and not frame.payload and self._is_overdue(frame):
                 raise Unavailable("its time was over before it could be looked at; nothing was done")
             else:
                 self._service.handle(self._asked(origin, frame.request), frame.message, frame.payload, reply)
         except KVCommError as error:
             reply(Failure(error.code, error.message, error.detail))
+
+    def _drop(self, origin: Origin, order: DropOrder) -> None:
+        table = droptable.installed()
+        if table is None:
+            raise Refused("this node takes no such orders: start it with network.drop_table: true")
+        if origin.tenant != self._server.credentials.tenant_digest(NODE_TENANT):
+            raise Refused("only the cluster's own token may cut its network")
+        table.set(order.peers)
 
     def _stamp(self) -> int:
         return stamp_of(self._server.clock()) if self._knows_stamps else 0

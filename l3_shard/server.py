@@ -1,58 +1,54 @@
-"""``run_shard``: the role shell of a shard process; the record machine, the block store, and the wire in
-front of both.
+"""``run_shard``: the role shell of a shard process; the records (``l3_shard.process``), the block store, and
+the wire in front of both.
 
-Everything that decides is in ``Shard`` and in the injected ``BlockStore``; here are the clock, the timers,
-and the order of the end: stop listening, drop the connections, finish the commits, close the store.
+Everything that decides is in ``Shard`` and in the injected ``BlockStore``; here are the timers, and the order
+of the end: stop listening, drop the connections, finish the commits, close the stores.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-from kvcomm.block import Incarnation
+from kvcomm.block import Buffer, Incarnation
 from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, Depot, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import KVCommError, Refused, StaleEpoch, Unavailable
-from kvcomm.machine import ConnectionId, Effect, Origin, Tick
+from kvcomm.machine import ConnectionId, Origin
 from kvcomm.metrics import Histogram
-from kvcomm.rpc import Identity
-from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
-from kvcomm.validators import Validators
 from kvcomm.wire.messages import (
     BlockGet,
     BlockHeld,
     BlockHoldings,
     BlockLookup,
     BlockPut,
+    HotRecords,
+    HotReport,
     Message,
+    RecordGet,
     RingMap,
     RingNode,
     ShardMove,
 )
-from l3_shard.commits import Commits
-from l3_shard.desk import ShardLimits
+from l3_shard.marking import Marking
+from l3_shard.process import RecordOptions, RecordProcess
 from l3_shard.refill import held
 from l3_shard.refilling import RefillCounts, Refilling, RefillOptions
-from l3_shard.repair import RepairCounts, RepairOptions
+from l3_shard.repair import RepairCounts
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.scrub import ScrubCounts
-from l3_shard.shard import RingChanged, Shard, ShardCounts, WallAdjusted
-from l3_shard.storage import Audit, Database, Load, Persist, Scan
-from l3_shard.store import DiskFailed, Fsync, RecordStore
-from l3_shard.strong import StrongCounts, StrongIdentity
+from l3_shard.shard import Shard, ShardCounts
+from l3_shard.storage import Database
+from l3_shard.store import DiskFailed
+from l3_shard.strong import StrongCounts
 
-WALL_INTERVAL_S = 60.0
-"""How often the machine hears what the wall clock shows."""
 _TICK_MIN_S, _TICK_MAX_S = 0.001, 1.0
 
 
@@ -61,20 +57,9 @@ class ShardStopped(KVCommError):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOptions:
+class ShardOptions(RecordOptions):
     """What a shard is made of."""
 
-    directory: Path
-    """Of the records."""
-    fsync: Fsync = "always"
-    """What a power cut may cost; see ``l3_shard.store``."""
-    fsync_interval_s: float = 0.05
-    map_bytes_max: int = 1 << 40
-    """The record database may grow to this size."""
-    limits: ShardLimits = field(default_factory=ShardLimits)
-    connect_timeout_s: float = 1.0
-    repair: RepairOptions = field(default_factory=RepairOptions)
-    validators: Validators = field(default_factory=Validators)
     refill: RefillOptions = field(default_factory=RefillOptions)
 
 
@@ -109,6 +94,10 @@ class RunningShard:
     record_bytes: Callable[[], int]
     disk_full: Callable[[], bool]
     """Whether the last write of records was refused for lack of room."""
+    on_ring: Callable[[Callable[[], None]], None]
+    """Have somebody called whenever the shard has taken up another map, from wherever it came."""
+    marking: Marking
+    """What it knows of hot keys; its report is for the controllers."""
 
 
 async def run_shard(
@@ -143,37 +132,26 @@ async def run_shard(
         Unavailable: the directory cannot be used.
         ShardStopped: the disk failed or an invariant broke; the message says which.
     """
-    store = await asyncio.to_thread(
-        RecordStore, options.directory, fsync=options.fsync, map_bytes_max=options.map_bytes_max
+    ending = _Ending(stop)
+    records = await RecordProcess.open(
+        node,
+        ring_map,
+        options,
+        credentials=credentials,
+        incarnation=incarnation,
+        resolve=lambda machine, peer: dial(machine.shard(peer)),
+        on_stop=ending.end,
+        clock=clock,
     )
-    try:
-        strong_store = await asyncio.to_thread(_open_strong, options)
-    except BaseException:
-        store.close()
-        raise
-    try:
-        machine = Shard(
-            node,
-            store.replica,
-            ring_map,
-            node_tenant=credentials.tenant_digest(NODE_TENANT),
-            origin_ms=_origin_ms(clock),
-            limits=options.limits,
-            repair=options.repair,
-            notes=store.notes(),
-            strong=StrongIdentity(strong_store.replica, incarnation, random.random),
-            validators=options.validators,
-        )
-    except BaseException:
-        store.close()
-        strong_store.close()
-        raise
-    identity = Identity(credentials.token(NODE_TENANT), incarnation)
-    process = _Process(machine, store, strong_store, blocks, disk, options, identity, dial, stop, clock)
+    marking = Marking(credentials.tenant_digest(NODE_TENANT))
+    process = _Process(records, blocks, disk, options, dial, ending, marking)
+    machine = records.machine
     cluster = credentials.tenant_digest(NODE_TENANT)
-    service = BlockService(blocks, clock, region=region, epoch=process.epoch, depot=disk, cluster=cluster)
+    service = BlockService(blocks, clock, region=region, epoch=records.epoch, depot=disk, cluster=cluster)
     server = DataServer(
-        ShardService(machine, process.runtime, service, partial(_held, machine, blocks, disk, cluster)),
+        ShardService(
+            machine, records.runtime, service, partial(_held, machine, blocks, disk, cluster), marking, clock
+        ),
         node=node,
         role="shard",
         instance=instance,
@@ -188,10 +166,10 @@ async def run_shard(
         try:
             await process.close()
         except DiskFailed:
-            if not process.reason:
+            if not ending.reason:
                 raise  # else it is the same failure once more, and less than what we know
-    if process.reason:
-        raise ShardStopped(process.reason)
+    if ending.reason:
+        raise ShardStopped(ending.reason)
 
 
 def _held(
@@ -210,12 +188,15 @@ def _held(
     return held(asked, machine.ring, blocks, disk)
 
 
-def _open_strong(options: ShardOptions) -> RecordStore:
-    """Every write is synced, whatever the policy for the rest: a promise or vote that a power cut takes back
-    could undo what a majority has decided."""
-    return RecordStore(
-        options.directory / "strong", fsync="always", database="strong", map_bytes_max=options.map_bytes_max
-    )
+class _Ending:
+    """Why the shard ended itself, if it did."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self.stop, self.reason = stop, ""
+
+    def end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.stop.set()
 
 
 class _Process:
@@ -223,89 +204,57 @@ class _Process:
 
     def __init__(
         self,
-        machine: Shard,
-        store: RecordStore,
-        strong_store: RecordStore,
+        records: RecordProcess,
         blocks: BlockStore,
         disk: Depot | None,
         options: ShardOptions,
-        identity: Identity,
         dial: Callable[[RingNode], str],
-        stop: asyncio.Event,
-        clock: Callable[[], float],
+        ending: _Ending,
+        marking: Marking,
     ) -> None:
-        self.reason = ""
-        """Why the shard ended itself."""
-        self._machine, self._store, self._blocks, self._stop, self._clock = (
-            machine,
-            store,
-            blocks,
-            stop,
-            clock,
-        )
-        self._peers = AsyncPeers(identity, connect_timeout_s=options.connect_timeout_s, clock=clock)
-        self.runtime = Runtime(
-            machine,
-            clock=clock,
-            peers=self._peers,
-            resolve=lambda node: dial(machine.shard(node)),
-            perform=self._perform,
-            on_stop=self._end,
-        )
-        self._commits = Commits(store, self.runtime.deliver, self._end, clock)
-        self._strong_commits = Commits(strong_store, self.runtime.deliver, self._end, clock)
+        self._marking = marking
+        self._records, self._blocks, self._ending = records, blocks, ending
+        self._stop, self._clock = ending.stop, records.clock
+        machine = records.machine
         self._refilling = Refilling(
             machine.node,
             options.refill,
             blocks,
             disk,
-            self._peers,
+            records.peers,
             ring=lambda: machine.ring,
             resolve=lambda node: dial(machine.ring.shard(node)),
-            clock=clock,
+            clock=records.clock,
         )
-        self._tasks = [
-            asyncio.create_task(self._follow_wall()),
-            asyncio.create_task(self._refill()),
-        ]
-        self.runtime.deliver(Tick())  # the machine reads its membership and begins to repair
-        if options.fsync == "interval":
-            self._tasks.append(asyncio.create_task(self._commits.sync_regularly(options.fsync_interval_s)))
+        records.ring_listeners.append(self._refilling.ring_changed)
+        self._refill_task = asyncio.create_task(self._refill())
 
     def running(
         self, addresses: list[str], server: DataServer, grant_counts: Mapping[str, int]
     ) -> RunningShard:
+        records, machine = self._records, self._records.machine
         return RunningShard(
             addresses,
             server,
             grant_counts,
-            self._commits.fsync_seconds,
-            ring=self._ring,
-            adopt=self._adopt,
-            counts=self._machine.counts,
-            repair_counts=self._repair_counts,
-            strong_counts=self._machine.strong_counts,
+            records.fsync_seconds,
+            ring=records.ring,
+            adopt=records.adopt,
+            counts=machine.counts,
+            repair_counts=records.repair_counts,
+            strong_counts=machine.strong_counts,
             refill_counts=lambda: self._refilling.counts,
-            scrub_counts=self._machine.scrub_counts,
-            move_status=self._machine.move_status,
-            damaged_now=self._machine.damaged_now,
+            scrub_counts=records.scrub_counts,
+            move_status=machine.move_status,
+            damaged_now=machine.damaged_now,
             usage=self._blocks.usage,
-            story=self._machine.story,
-            record_count=self._store.record_count,
-            record_bytes=self._store.used_bytes,
-            disk_full=lambda: self._commits.disk_full or self._strong_commits.disk_full,
+            story=machine.story,
+            record_count=records.store.record_count,
+            record_bytes=records.store.used_bytes,
+            disk_full=lambda: records.disk_full,
+            on_ring=records.ring_listeners.append,
+            marking=self._marking,
         )
-
-    def epoch(self) -> int:
-        return self._machine.ring.epoch
-
-    def _repair_counts(self) -> RepairCounts:
-        counts = self._machine.repair_counts()
-        assert counts is not None, "it was made with repair"
-        return counts
-
-    def _ring(self) -> RingMap:
-        return self._machine.ring.to_map()
 
     async def tick_until_stopped(self) -> None:
         """Let the block store do what is due, until the end."""
@@ -319,46 +268,23 @@ class _Process:
                     await self._stop.wait()
 
     async def close(self) -> None:
-        """Finish the commits under way and close the store."""
-        self.runtime.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._peers.close()
-        try:
-            await self._commits.close()
-        finally:
-            await self._strong_commits.close()
-
-    def _perform(self, effect: Effect) -> None:
-        strong = isinstance(effect, Load | Persist | Scan | Audit) and effect.database == "strong"
-        (self._strong_commits if strong else self._commits).perform(effect)
-
-    def _end(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self._stop.set()
-
-    def _adopt(self, ring_map: RingMap) -> int:
-        self.runtime.deliver(RingChanged(ring_map))
-        self._refilling.ring_changed()
-        return self.epoch()
+        """Finish the commits under way and close the stores."""
+        self._refill_task.cancel()
+        await asyncio.gather(self._refill_task, return_exceptions=True)
+        await self._records.close()
 
     async def _refill(self) -> None:
         """A bug in it must not stay unheard, nor leave the shard serving with fewer and fewer copies."""
         try:
             await self._refilling.run()
         except Exception as error:
-            self._end(f"refilling broke: {error!r}")
+            self._ending.end(f"refilling broke: {error!r}")
             raise
-
-    async def _follow_wall(self) -> None:
-        while True:
-            await asyncio.sleep(WALL_INTERVAL_S)
-            self.runtime.deliver(WallAdjusted(_origin_ms(self._clock)))
 
 
 class ShardService:
-    """A ``kvcomm.serve.Service``: blocks to the block service, everything else to the machine."""
+    """A ``kvcomm.serve.Service``: blocks to the block service, hot keys to the marking, everything else to
+    the machine."""
 
     def __init__(
         self,
@@ -366,8 +292,11 @@ class ShardService:
         runtime: Runtime,
         blocks: BlockService,
         held: Callable[[Origin, BlockHoldings], BlockHeld],
+        marking: Marking,
+        clock: Callable[[], float],
     ) -> None:
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
+        self._marking, self._clock = marking, clock
 
     def welcome(self, origin: Origin) -> tuple[str, int]:
         return self._blocks.welcome(origin)
@@ -383,12 +312,32 @@ class ShardService:
             self._check_epoch(message)
             reply(self._held(origin, message))
             return
+        if isinstance(message, HotReport | HotRecords):
+            reply(self._marking.take(origin, message, self._clock()))
+            return
+        if isinstance(message, RecordGet):
+            reply = self._marking_if_hot(origin, message, reply)
         if not self._blocks.answers(message):
             self._runtime.received(origin, message, reply)
             return
         if not payload:  # else the sink has looked, and a map that came meanwhile does not undo the transfer
             self._check_epoch(message)
         self._blocks.handle(origin, message, payload, reply)
+
+    def _marking_if_hot(self, origin: Origin, message: RecordGet, reply: ReplyFunction) -> ReplyFunction:
+        """Count what is asked for; an answer about hot records is to be marked."""
+        marking = self._marking
+        marking.asked(origin.tenant, message.keys)
+        hot = marking.among(origin.tenant, message.keys, self._clock())
+        if not hot:
+            return reply
+
+        def mark(
+            answer: Message, payload: Sequence[Buffer] = (), left: Callable[[], None] | None = None
+        ) -> None:
+            reply(marking.marked(answer, hot), payload, left)
+
+        return mark
 
     def closed(self, connection: ConnectionId) -> None:
         self._blocks.closed(connection)
@@ -405,7 +354,3 @@ class ShardService:
             raise StaleEpoch(
                 f"epoch {message.epoch} is over, this is {ring.epoch}", encode_map(ring.to_map())
             )
-
-
-def _origin_ms(clock: Callable[[], float]) -> int:
-    return int((time.time() - clock()) * 1_000)

@@ -19,11 +19,12 @@ from kvcomm.chaos.merging import MergingWorkload, merging_plan
 from kvcomm.chaos.plan import Mode, Plan
 from kvcomm.chaos.registers import KINDS, MixedWorkload
 from kvcomm.chaos.simulation import simulate
+from kvcomm.chaos.splits import Heal, Splits, distribution, splits_plan
 from kvcomm.chaos.swarm import draw_plan
 from kvcomm.chaos.watch import Violation
 from kvcomm.chaos.workload import Workload
 
-WorkloadName = Literal["mixed", "merging"]
+WorkloadName = Literal["mixed", "merging", "splits"]
 SHOWN_MAX = 5
 """Violations of one seed that are told."""
 BATCH_SEEDS = 4
@@ -49,6 +50,8 @@ class Verdict:
     world: str
     """As JSON; empty where nothing was broken."""
     workload: WorkloadName = "mixed"
+    heals: Sequence[Heal] = ()
+    """What each split and its end came to; of the workload ``splits``."""
 
     def report(self) -> str:
         """For a person: what was broken, and how to see it again."""
@@ -71,6 +74,7 @@ class Summary:
     cpu_s: float = 0.0
     undecided_count: int = 0
     failed: list[int] = field(default_factory=list)
+    heals: list[Heal] = field(default_factory=list)
 
     def add(self, verdict: Verdict) -> None:
         self.seed_count += 1
@@ -80,11 +84,13 @@ class Summary:
         self.simulated_s += verdict.simulated_s
         self.cpu_s += verdict.cpu_s
         self.undecided_count += verdict.undecided_count
+        self.heals += verdict.heals
         if verdict.violations:
             self.failed.append(verdict.seed)
 
     def text(self) -> str:
-        """One line.  ``n`` clean seeds bound the rate of failures a seed by 3/n with 95 % confidence."""
+        """One line, and a table if there were splits.  ``n`` clean seeds bound the rate of failures a seed by
+        3/n with 95 % confidence."""
         undecided = f", {self.undecided_count} registers undecided" if self.undecided_count else ""
         return (
             f"{self.seed_count} seeds, {self.operation_count} operations "
@@ -92,6 +98,7 @@ class Summary:
             f"{self.simulated_s / 3600:.2f} simulated hours in {self.cpu_s / 3600:.3f} CPU hours "
             f"({self.simulated_s / max(self.cpu_s, 1e-9):.0f} to 1){undecided}: "
             f"{len(self.failed)} broke a promise {self.failed or ''}".rstrip()
+            + f"\n{distribution(self.heals)}".rstrip()
         )
 
 
@@ -124,6 +131,8 @@ def verdicts(
 
 def world_of(seed: int, mode: Mode, workload: WorkloadName) -> tuple[Plan, Callable[[Plan], Workload]]:
     """The world, and what its clients do: eventual and strong records, or counters and sets."""
+    if workload == "splits":
+        return splits_plan(seed), MixedWorkload
     plan = draw_plan(seed, mode)
     return (plan, MixedWorkload) if workload == "mixed" else (merging_plan(plan), MergingWorkload)
 
@@ -132,7 +141,8 @@ def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict
     """The verdict on one seed."""
     begin = time.process_time()
     plan, clients = world_of(seed, mode, workload)
-    result = simulate(plan, workload=clients)
+    splits = Splits() if workload == "splits" else None
+    result = simulate(plan, workload=clients, splits=splits)
     operations = result.history.operations()
     done = [operation for operation in operations if operation.outcome == "ok"]
     return Verdict(
@@ -147,4 +157,5 @@ def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict
         time.process_time() - begin,
         json.dumps(result.plan.describe(), sort_keys=True) if result.violations else "",
         workload,
+        () if splits is None else splits.heals,
     )

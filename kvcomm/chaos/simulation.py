@@ -10,9 +10,11 @@ from kvcomm.chaos.cluster import CLIENT_TENANT, Cluster, Parts
 from kvcomm.chaos.eventual import Ending, Replica, check_converged
 from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
+from kvcomm.chaos.moves import check_moves
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import UNDECIDED, MixedWorkload
+from kvcomm.chaos.splits import Splits, SplitWork
 from kvcomm.chaos.watch import Violation
 from kvcomm.chaos.workload import Work, Workload
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 FOUNDED_WITHIN_S = 60.0
 RESTARTED_WITHIN_S = 4.0
+LED_WITHIN_S = 20.0
+"""When the controllers lost power, too: until another leader has the lease, and shards their map."""
 LOOKED_WITHIN_S = 300.0
 
 
@@ -46,6 +50,7 @@ def simulate(
     *,
     workload: Callable[[Plan], Workload] = MixedWorkload,
     script: Callable[[Nemesis], None] | None = None,
+    splits: Splits | None = None,
 ) -> Result:
     """Run ``plan``; a broken invariant of a machine, and whatever else it raises, is a violation like any
     other.
@@ -54,11 +59,15 @@ def simulate(
         parts: what the cluster is made of, in place of what is shipped.
         workload: what the clients do, and who judges it.
         script: puts faults on the agenda in place of the drawn ones.
+        splits: in place of faults, splits that are healed and measured one after the other.
     """
     cluster = Cluster(plan, parts)
     cluster.history.add(Began(plan.describe()))
     try:
-        violations = _play(cluster, workload(plan), script)
+        if splits is not None:
+            violations = _play_splits(cluster, workload(plan), splits)
+        else:
+            violations = _play(cluster, workload(plan), script)
     except AssertionError as error:
         violations = [*cluster.violations, Violation("invariant", f"at {cluster.world.now:.6f}: {error}")]
     except Exception:
@@ -96,10 +105,25 @@ def _play_liveness(cluster: Cluster, nemesis: Nemesis) -> list[Violation]:
 
 
 def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
-    plan, world = cluster.plan, cluster.world
-    world.run(plan.active_s)
+    cluster.world.run(cluster.plan.active_s)
     nemesis.heal()
-    world.run(plan.active_s + plan.quiet_s)
+    return _settle(cluster, nemesis, work)
+
+
+def _play_splits(cluster: Cluster, workload: Workload, splits: Splits) -> list[Violation]:
+    nemesis, work = Nemesis(cluster), SplitWork(cluster, workload)
+    cluster.found(FOUNDED_WITHIN_S)
+    work.begin()
+    late = splits.play(cluster, nemesis, work)
+    nemesis.heal()
+    return late + _settle(cluster, nemesis, work)
+
+
+def _settle(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
+    """Let everything that was begun come to its end, look at what is left, and judge."""
+    plan, world = cluster.plan, cluster.world
+    world.run(world.now + plan.quiet_s)
+    moved = check_moves(cluster) if cluster.controllers is not None else []
     quiet = ending(cluster, nemesis)
     work.finish()
     _until_looked(cluster, work)
@@ -110,10 +134,10 @@ def _play_safety(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violati
     last = ending(cluster, nemesis)
     if plan.strong_percent:
         cluster.power_cut()
-        world.run(world.now + RESTARTED_WITHIN_S)
+        world.run(world.now + (LED_WITHIN_S if cluster.controllers is not None else RESTARTED_WITHIN_S))
         work.look_again()
         _until_looked(cluster, work)
-    violations = cluster.violations + work.workload.check(cluster.history, last)
+    violations = cluster.violations + moved + work.workload.check(cluster.history, last)
     return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
 
 
@@ -131,11 +155,11 @@ def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
 
     tenant = cluster.credentials.tenant_digest(CLIENT_TENANT)
     records: dict[str, dict[str, Replica]] = {}
-    for name in cluster.names:
+    place = Ring.from_map(cluster.map)
+    for name in place.names if cluster.controllers is not None else cluster.names:
         for key, state in cluster.disks[name].states().items():
             records.setdefault(key.removeprefix(tenant).decode(), {})[name] = _replica(state)
-    ring = Ring.from_map(cluster.map)
-    owners = {key: ring.replicas(key.encode()) for key in records}
+    owners = {key: place.replicas(key.encode()) for key in records}
     return Ending(records, nemesis.intact, owners)
 
 

@@ -26,8 +26,11 @@ def sim(
     jobs: Annotated[int, typer.Option(help="Processes; 0 = one a core.", min=0)] = 0,
     seed: Annotated[int | None, typer.Option(help="Try this seed alone.", min=0)] = None,
     workload: Annotated[
-        Literal["mixed", "merging"],
-        typer.Option(help="What clients do. mixed: eventual and strong records; merging: counters and sets."),
+        Literal["mixed", "merging", "splits"],
+        typer.Option(
+            help="What clients do. mixed: eventual and strong records; merging: counters and sets; "
+            "splits: ten splits of random shape a world, and how long each takes to heal."
+        ),
     ] = "mixed",
     trace: Annotated[bool, typer.Option(help="Print the history of that seed as JSON lines.")] = False,
 ) -> None:
@@ -35,13 +38,14 @@ def sim(
     from kvcomm.chaos.campaign import Verdict, run_campaign, world_of
     from kvcomm.chaos.plan import Mode
     from kvcomm.chaos.simulation import simulate
+    from kvcomm.chaos.splits import Splits
 
     if mode not in ("safety", "liveness"):
         raise typer.BadParameter(f"{mode!r} is neither safety nor liveness", param_hint="--mode")
     drawn: Mode = "safety" if mode == "safety" else "liveness"
     if trace and seed is not None:
         plan, clients = world_of(seed, drawn, workload)
-        result = simulate(plan, workload=clients)
+        result = simulate(plan, workload=clients, splits=Splits() if workload == "splits" else None)
         sys.stdout.write(result.history.encoded().decode())
 
     def heard(verdict: Verdict) -> None:

@@ -19,6 +19,7 @@ from kvcomm.blockstore import BlockStore, Depot
 from kvcomm.errors import Refused
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
+from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
 from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
@@ -42,6 +43,8 @@ class NodeProcess:
 
     def __init__(self, instance: str, node: str, role: Scope, config: Path | None) -> None:
         self.settings = load_config(config)
+        if self.settings.network.drop_table:
+            droptable.install()
         self.instance = Instance.open(instance)
         self.node = node
         self.role = role
@@ -55,9 +58,11 @@ class NodeProcess:
 
     @property
     def listen_at(self) -> list[str]:
-        """Data-wire addresses to bind: a socket for this host, a port for others."""
-        port = Address(host=self.settings.network.listen_host)
-        return [f"unix://{self.instance.socket_path(self.node)}", str(port)]
+        """Data-wire addresses to bind: a socket for this host, unless it is not to have one, and a port for
+        others."""
+        network = self.settings.network
+        port = str(Address(host=network.listen_host))
+        return [f"unix://{self.instance.socket_path(self.node)}", port] if network.local_sockets else [port]
 
     @property
     def storage_directory(self) -> Path:

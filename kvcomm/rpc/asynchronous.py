@@ -19,6 +19,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvcomm.errors import Unavailable, failure_to_error
+from kvcomm.rpc import droptable
+from kvcomm.rpc.droptable import Gate, Peer
 from kvcomm.rpc.session import Exchange, Identity, Session, lost_reason
 from kvcomm.rpc.sockets import connecting_result, start_connecting
 from kvcomm.rpc.stream import FrameStream
@@ -314,6 +316,14 @@ class _Link:
         else:
             self._resolving = self._loop.create_task(self._resolve(target))
 
+    @property
+    def peer(self) -> Peer:
+        return self.address
+
+    def hold(self, gate: Gate) -> None:
+        if self._stream is not None:
+            self._stream.hold(gate)
+
     def flush(self) -> None:
         if self._stream is not None:
             self._stream.flush()
@@ -364,6 +374,9 @@ class _Link:
             self._loop, self._socket, reader=session.reader, outbox=session.outbox, received=self._received,
             lost=self.end, drained=self._drained,
         )  # fmt: skip
+        table = droptable.installed()
+        if table is not None:
+            self._stream.hold(table.watch(self))
         self._stream.flush()
 
     def _received(self, received_bytes: int) -> None:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 
 from kvcomm.errors import Corrupt, TooLarge
+from kvcomm.rpc.droptable import OPEN, Gate
 from kvcomm.wire.frames import Frame, FrameReader
 from kvcomm.wire.outbox import Outbox
 
@@ -57,11 +58,12 @@ class FrameStream:
         self._drained = drained
         self._stall_s = stall_s
         self._closed = False
-        self._reading = False
+        self._reading = self._wants = False
         self._writing = False
         self._sent_bytes = 0
         self._stall: asyncio.TimerHandle | None = None
         self._overdue: asyncio.TimerHandle | None = None
+        self._gate = OPEN
         self.resume_reading()
 
     @property
@@ -69,18 +71,40 @@ class FrameStream:
         return self._closed
 
     def pause_reading(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self._descriptor)
+        self._wants = False
+        self._regulate_reading()
 
     def resume_reading(self) -> None:
-        if not self._reading and not self._closed:
-            self._reading = True
+        self._wants = True
+        self._regulate_reading()
+
+    def hold(self, gate: Gate) -> None:
+        """Let nothing pass where the gate is shut (``kvcomm.rpc.droptable``); what waits goes on when it
+        opens."""
+        if self._closed:
+            return
+        self._gate = gate
+        self._regulate_reading()
+        if gate.mute and self._writing:
+            self._loop.remove_writer(self._descriptor)
+        elif self._writing:
+            self._loop.add_writer(self._descriptor, self.flush)
+
+    def _regulate_reading(self) -> None:
+        reads = self._wants and not self._gate.deaf and not self._closed
+        if reads and not self._reading:
             self._loop.add_reader(self._descriptor, self._on_readable)
+        elif self._reading and not reads:
+            self._loop.remove_reader(self._descriptor)
+        self._reading = reads
 
     def flush(self) -> None:
         """Send what the kernel takes now, and the rest when it can; at most so much that others get their
         turn."""
+        if self._gate.mute:
+            if self._outbox and not self._closed:
+                self._wait_writable()
+            return
         stop_at = self._sent_bytes + _SENT_BYTES_MAX
         try:
             while self._outbox and not self._closed:
@@ -141,7 +165,8 @@ class FrameStream:
     def _wait_writable(self) -> None:
         if not self._writing:
             self._writing = True
-            self._loop.add_writer(self._descriptor, self.flush)
+            if not self._gate.mute:
+                self._loop.add_writer(self._descriptor, self.flush)
             self._stall = self._loop.call_later(self._stall_s, self._check_stall, self._sent_bytes)
 
     def _all_sent(self) -> None:

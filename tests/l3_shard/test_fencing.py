@@ -274,7 +274,8 @@ STALE_BLOCKS: list[Message] = [
     BlockPut(OLD, [Want(bytes(32), 1_000)]),
     BlockHoldings(OLD, "b", b"", 1),
 ]
-NOT_REQUESTS = {"Welcome", "RingMap"}
+NOT_REQUESTS = {"Welcome", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer"}
+"""They tell an epoch and do nothing by it."""
 
 
 def test_every_message_with_an_epoch_is_in_the_table() -> None:
@@ -310,7 +311,7 @@ def test_nothing_of_blocks_is_done_under_an_earlier_ring_epoch(message: Message)
     bench = Bench()
     bench.on(RingChanged(ring_map("abc", epoch=OLD + 1)))
     nothing: Any = _NoBlocks()
-    service = ShardService(bench.shard, nothing, nothing, nothing)
+    service = ShardService(bench.shard, nothing, nothing, nothing, nothing, nothing)
     for begin in (
         lambda: service.sink(origin(), message, 1_000),
         lambda: service.handle(origin(), message, [], nothing),

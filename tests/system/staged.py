@@ -168,11 +168,11 @@ def _stage_up(stage: Stage) -> None:
 
 
 def _stage_shard(stage: Stage, node: str) -> None:
-    server: Any = importlib.import_module("l3_shard.server")
+    process: Any = importlib.import_module("l3_shard.process")
     store: Any = importlib.import_module("l3_shard.store")
     StagedShard.crash_point = CrashPoint(stage.point(node))
-    server.Shard = StagedShard
-    server.WALL_INTERVAL_S = WALL_INTERVAL_S
+    process.Shard = StagedShard
+    process.WALL_INTERVAL_S = WALL_INTERVAL_S
     store._BOOT_ID = stage.boot
 
 
