@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import ShardProcess, meta_floor
 from kvcomm.chaos.driver import run_steps
-from kvcomm.chaos.hearts import Heart, Pulse, moved
+from kvcomm.chaos.hearts import Heart, Pulse
 from kvcomm.chaos.network import Peers, Reply
 from kvcomm.chaos.watch import Watch
 from kvcomm.chaos.world import Host, Timer
@@ -235,7 +235,7 @@ class Controllers:
 
         def feel() -> Pulse:
             ring = machine.ring.to_map() if machine.ring.epoch else None
-            return Pulse(machine.ring.epoch, ring, moved(machine), process.silent())
+            return Pulse(machine.ring.epoch, ring, machine.move_status(), process.silent())
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged
