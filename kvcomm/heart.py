@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -69,7 +69,6 @@ class _Listener:
     """One controller."""
 
     node: str
-    address: str
     due_at: float
     retry_s: float = RETRY_FIRST_S
     wants_ring: bool = False
@@ -82,7 +81,8 @@ class Heart:
     """Made and run in one event loop.
 
     Args:
-        controllers: name -> address of the data wire.
+        controllers: their names.
+        locate: where a controller is to be called, now.
         ring: the map that this node works by, if it is one that works by maps; else the newest that was heard
             of here counts.
         vitals: asked before each beat.
@@ -93,13 +93,14 @@ class Heart:
     def __init__(
         self,
         face: Face,
-        controllers: Mapping[str, str],
+        controllers: Sequence[str],
+        locate: Callable[[str], str],
         peers: AsyncPeers,
         *,
         period_s: float = PERIOD_S,
         ring: Callable[[], RingMap | None] | None = None,
         vitals: Callable[[], Vitals] = Vitals,
-        took_ring: Callable[[RingMap], None] = lambda ring: None,
+        took_ring: Callable[[RingMap], object] = lambda ring: None,
         took_plan: Callable[[Sequence[NodePlan]], None] = lambda plan: None,
     ) -> None:
         self.leader = ""
@@ -110,13 +111,13 @@ class Heart:
         """The newest map that a controller told us."""
         self.late_s = 0.0
         """By how much the last beat came late."""
-        self._face, self._peers, self._period_s = face, peers, period_s
+        self._face, self._locate, self._peers, self._period_s = face, locate, peers, period_s
         self._ring = ring or (lambda: self.newest)
         self._vitals, self._took_ring, self._took_plan = vitals, took_ring, took_plan
         self._number = 0
         self._woken = asyncio.Event()
         now = peers.clock()
-        self._listeners = [_Listener(node, address, now) for node, address in controllers.items()]
+        self._listeners = [_Listener(node, now) for node in controllers]
 
     def beat(self) -> None:
         """Something changed: tell everybody at once."""
@@ -154,7 +155,7 @@ class Heart:
             def answered(answer: Answer, listener: _Listener = listener) -> None:
                 self._answered(listener, answer)
 
-            self._peers.start([Ask(listener.address, message)], now + self._period_s, answered)
+            self._peers.start([Ask(self._locate(listener.node), message)], now + self._period_s, answered)
 
     def _message(self, vitals: Vitals, ring: RingMap | None, with_ring: bool) -> Heartbeat:
         face = self._face
