@@ -23,7 +23,7 @@ def test_the_first_map_waits_for_every_shard_and_is_handed_out_once_noted() -> N
     world.elect()
     for name in ("shard-0", "shard-1", "pool-0"):
         world.beat(name)
-    assert "ring" not in world.records and set(world.records) == {"plan"}
+    assert not world.records
     world.beat("shard-2")
     assert world.ring.epoch == 1
     assert [node.node for node in world.ring.shards] == ["shard-0", "shard-1", "shard-2"]
@@ -39,9 +39,9 @@ def test_the_first_map_waits_for_pools_a_while() -> None:
     world = World(plans(2, 1))
     world.elect()
     world.kill("pool-0")
-    world.run(3)
+    world.run(15)
     assert "ring" not in world.records
-    world.run(4)
+    world.run(10)
     assert world.ring.epoch == 1 and not world.ring.pools
     world.start(world.initial[0])
     world.run(2)
