@@ -219,6 +219,7 @@ class Metrics:
 _CLIENT: tuple[Scope, ...] = ("client",)
 _NODES: tuple[Scope, ...] = ("pool", "shard")
 _SHARD: tuple[Scope, ...] = ("shard",)
+_POOL: tuple[Scope, ...] = ("pool",)
 _TIERS: tuple[str, ...] = get_args(TierName)
 _DEPOT_STATES: tuple[str, ...] = get_args(DepotState)
 _DISK_EVENTS = ("written", "read", "promoted", "evicted", "dropped", "damaged", "busy")
@@ -392,6 +393,22 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_hot_answers_total", "counter", _SHARD, "Answers that it marked.",
+    ),
+    Definition(
+        "kvcomm_warm_copies", "gauge", _POOL,
+        "Copies of hot blocks that this pool was told to have, has fetched, and has not evicted since.",
+    ),
+    Definition(
+        "kvcomm_warmed_blocks_total", "counter", _POOL,
+        "Hot blocks that this pool was told to have and had not, by what became of asking the shards. "
+        "`full`: they take their share of the pool already, or nothing could go for them.",
+        {"outcome": ("stored", "absent", "full", "failed")},
+    ),
+    Definition(
+        "kvcomm_warmed_bytes_total", "counter", _POOL, "Bytes of the copies that were stored.",
+    ),
+    Definition(
+        "kvcomm_warm_copies_dropped_total", "counter", _POOL, "Of these copies, evicted since.",
     ),
     # strong records
     Definition(
@@ -613,7 +630,12 @@ DEFINITIONS: tuple[Definition, ...] = (
 def reference() -> str:
     """``docs/metrics.md``."""
     lines = list(_PREAMBLE)
-    for scopes, title in ((_CLIENT, "Agents"), (_NODES, "Pools and shards"), (_SHARD, "Shards only")):
+    for scopes, title in (
+        (_CLIENT, "Agents"),
+        (_NODES, "Pools and shards"),
+        (_SHARD, "Shards only"),
+        (_POOL, "Pools only"),
+    ):
         lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
         for each in DEFINITIONS:
             if each.scopes == scopes:

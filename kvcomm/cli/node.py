@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcomm.metrics import Histogram, Scope
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l2_rdma.warming import Warming
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
@@ -171,6 +172,15 @@ class NodeProcess:
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
         for status, count in grant_counts.items():
             metrics.counter("kvcomm_reservations_total", status=status).advance_to(count)
+
+    def refresh_warming(self, warming: Warming) -> None:
+        """The same for the copies of hot blocks in a pool."""
+        metrics, counts = self.metrics, warming.counts
+        metrics.gauge("kvcomm_warm_copies").set(warming.warm_count)
+        metrics.counter("kvcomm_warmed_bytes_total").advance_to(counts.stored_bytes)
+        metrics.counter("kvcomm_warm_copies_dropped_total").advance_to(counts.dropped_count)
+        for outcome, count in counts.blocks.items():
+            metrics.counter("kvcomm_warmed_blocks_total", outcome=outcome).advance_to(count)
 
     def refresh_records(self, counts: ShardCounts, repair: RepairCounts, fsync_seconds: Histogram) -> None:
         """The same for a shard's records."""

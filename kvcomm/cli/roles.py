@@ -14,7 +14,9 @@ import typer
 from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
+    from controller.hotkeys import HotOptions
     from kvcomm.cli.node import NodeProcess
+    from kvcomm.cli.warm_source import ShardSource
     from l2_rdma.owner import Owner
     from l2_rdma.pool import RunningPool
     from l2_rdma.transports.cuda.gpu import Gpu
@@ -51,10 +53,12 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     cache, network = process.settings.cache, process.settings.network
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
+    source = _shard_source(process)
 
     def ready(running: RunningPool) -> None:
         def refresh() -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
+            process.refresh_warming(running.warming)
 
         backend = StoreBackend(process, running.store)
         work = process.announce(
@@ -85,11 +89,41 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             ),
             stop=stop,
             ready=ready,
+            source=source,
         )
     finally:
+        await source.close()
         await _end(announcing)
         await process.withdraw()
     _check(announcing)
+
+
+def _shard_source(process: NodeProcess) -> ShardSource:
+    """Where the pool gets the blocks that it is told to have: as its own tenant, so only that one's."""
+    from kvcomm.cli.warm_source import ShardSource
+    from kvcomm.rpc import Identity
+
+    settings = process.settings
+    token = process.instance.credentials().token(settings.security.tenant)
+    return ShardSource(
+        process.instance.ring,
+        Identity(token, process.incarnation),
+        dial=lambda shard: shard.local_address or shard.address,
+        timeout_s=settings.network.request_timeout_s,
+        connect_timeout_s=settings.network.connect_timeout_s,
+    )
+
+
+def _hot_options(process: NodeProcess) -> HotOptions:
+    """When a controller calls a key hot."""
+    from controller.hotkeys import HotOptions
+
+    cluster = process.settings.cluster
+    return HotOptions(
+        block_enter_s=cluster.hot_block_rate,
+        record_enter_s=cluster.hot_record_rate,
+        warm_rate_bytes=cluster.warm_rate_bytes,
+    )
 
 
 def _gpu(ordinal: int | None) -> Gpu | None:
