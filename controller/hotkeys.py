@@ -179,6 +179,10 @@ class HotKeys:
         """When to ask for orders again; ``None`` = at once."""
         return self._due_at
 
+    def hottest_blocks(self, count: int, now: float) -> list[bytes]:
+        """By what was reported, hot enough to be in the set or not."""
+        return [each.key for each in self._blocks.top(count, now)]
+
     def rate(self, sketch: Hotness, key: bytes, now: float) -> float:
         """Reads a second: what comes in steadily adds up to ``half_life_s / ln 2`` seconds of it."""
         return sketch.estimate(key, now) * log(2) / self._options.half_life_s
