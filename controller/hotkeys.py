@@ -137,6 +137,7 @@ class HotKeys:
 
     def __init__(self, options: HotOptions | None = None) -> None:
         self._options = options = options or HotOptions()
+        self.window_s = options.window_s
         self._blocks, self._reported, self._served = [
             Hotness.of_size(options.sketch_bytes, options.names_max, options.half_life_s) for _ in range(3)
         ]

@@ -30,7 +30,7 @@ from kvcomm.streams.events import KINDS
 from kvcomm.tier import PoolState, PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
-Scope = Literal["client", "pool", "shard"]
+Scope = Literal["client", "pool", "shard", "controller"]
 Kind = Literal["counter", "gauge", "histogram"]
 
 SECONDS_BOUNDS = (
@@ -218,6 +218,8 @@ class Metrics:
 
 _CLIENT: tuple[Scope, ...] = ("client",)
 _NODES: tuple[Scope, ...] = ("pool", "shard")
+_SERVERS: tuple[Scope, ...] = ("pool", "shard", "controller")
+_CONTROLLER: tuple[Scope, ...] = ("controller",)
 _SHARD: tuple[Scope, ...] = ("shard",)
 _POOL: tuple[Scope, ...] = ("pool",)
 _TIERS: tuple[str, ...] = get_args(TierName)
@@ -480,22 +482,38 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     # a node's wires
     Definition(
-        "kvcomm_connections", "gauge", _NODES, "Open connections of the data wire.",
+        "kvcomm_connections", "gauge", _SERVERS, "Open connections of the data wire.",
     ),
     Definition(
-        "kvcomm_requests_total", "counter", _NODES,
+        "kvcomm_requests_total", "counter", _SERVERS,
         "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
     ),
     Definition(
-        "kvcomm_requests_overdue_total", "counter", _NODES,
+        "kvcomm_requests_overdue_total", "counter", _SERVERS,
         "Requests refused because their sender had stopped waiting before they could be looked at.",
     ),
     Definition(
-        "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
+        "kvcomm_ring_epoch", "gauge", _SERVERS, "Epoch of the ring that this node works by; 0 = none yet.",
     ),
     Definition(
-        "kvcomm_scrapes_stale_total", "counter", _NODES,
+        "kvcomm_scrapes_stale_total", "counter", _SERVERS,
         "Scrapes answered with older numbers because the event loop did not answer in time.",
+    ),
+    # a controller
+    Definition(
+        "kvcomm_controller_term", "gauge", _CONTROLLER,
+        "Epoch of the lease under which this controller leads; 0 = another one does, or none.",
+    ),
+    Definition(
+        "kvcomm_controller_votes", "gauge", _CONTROLLER,
+        "1 = this controller takes part in the decisions of the controllers; 0 = it is catching up. At 0 for "
+        "long: too few of the others remember what it has lost.",
+    ),
+    Definition(
+        "kvcomm_hot_keys", "gauge", _CONTROLLER,
+        "Keys that are hot at present, by what the leader has found. Hot blocks are brought to the pools of "
+        "all racks; answers about hot records may be kept for a moment.",
+        {"plane": ("block", "record")},
     ),
     # a shard's disk tier, and the copies that it gets back
     Definition(
