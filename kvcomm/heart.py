@@ -25,6 +25,7 @@ from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import (
     Heartbeat,
     HeartbeatAnswer,
+    Message,
     NodePlan,
     RingMap,
     ShardLoad,
@@ -88,6 +89,8 @@ class Heart:
         vitals: asked before each beat.
         took_ring: hears of a map newer than ours.
         took_plan: hears what is to run, where the leader says so.
+        reports: asked once a period for what all controllers are to be told beside the beat; nobody waits for
+            an answer, and what does not arrive is lost.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Heart:
         vitals: Callable[[], Vitals] = Vitals,
         took_ring: Callable[[RingMap], object] = lambda ring: None,
         took_plan: Callable[[Sequence[NodePlan]], None] = lambda plan: None,
+        reports: Callable[[float], Sequence[Message]] = lambda now: (),
     ) -> None:
         self.leader = ""
         """Node name of the controller that leads, as far as it was heard here; "" = none is known."""
@@ -114,6 +118,7 @@ class Heart:
         self._face, self._locate, self._peers, self._period_s = face, locate, peers, period_s
         self._ring = ring or (lambda: self.newest)
         self._vitals, self._took_ring, self._took_plan = vitals, took_ring, took_plan
+        self._reports, self._report_at = reports, float("-inf")
         self._number = 0
         self._woken = asyncio.Event()
         now = peers.clock()
@@ -156,6 +161,16 @@ class Heart:
                 self._answered(listener, answer)
 
             self._peers.start([Ask(self._locate(listener.node), message)], now + self._period_s, answered)
+
+        self._report(now)
+
+    def _report(self, now: float) -> None:
+        if now < self._report_at:
+            return
+        self._report_at = now + self._period_s
+        for message in self._reports(now):
+            asks = [Ask(self._locate(listener.node), message) for listener in self._listeners]
+            self._peers.start(asks, now + self._period_s)
 
     def _message(self, vitals: Vitals, ring: RingMap | None, with_ring: bool) -> Heartbeat:
         face = self._face

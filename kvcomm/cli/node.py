@@ -25,7 +25,7 @@ from kvcomm.metrics import Metrics
 from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
-from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
+from kvcomm.wire.messages import BlockItem, Message, RecordStates, RecordVersion, RecordWrite, RingMap
 
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlServer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvcomm.rpc import AsyncPeers
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l2_rdma.warming import Warming
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
@@ -102,13 +103,14 @@ class NodeProcess:
         ring: Callable[[], RingMap | None] | None = None,
         took_ring: Callable[[RingMap], object] = lambda ring: None,
         vitals: Callable[[], Vitals] = Vitals,
+        reports: Callable[[float], Sequence[Message]] = lambda now: (),
     ) -> None:
         """Open the control wire and the metrics and let others know.
 
         Args:
             refresh: brings gauges up to date.
             transports, refused_transports: a pool's, as ``RunningPool`` has them.
-            ring, took_ring, vitals: for the node's heartbeats, see ``kvcomm.heart``.
+            ring, took_ring, vitals, reports: for the node's heartbeats, see ``kvcomm.heart``.
         """
         from kvcomm.control import ControlServer
         from kvcomm.exporter import Exporter, in_loop
@@ -143,7 +145,7 @@ class NodeProcess:
             refused_transports=dict(refused_transports or {}),
         )
         self.instance.register(self._record)
-        self.heart = self._make_heart(self._record, ring, took_ring, vitals)
+        self.heart = self._make_heart(self._record, ring, took_ring, vitals, reports)
 
     async def keep_telling(self) -> None:
         """Tell the controllers how we are, once announced and until cancelled."""
@@ -156,6 +158,7 @@ class NodeProcess:
         ring: Callable[[], RingMap | None] | None,
         took_ring: Callable[[RingMap], object],
         vitals: Callable[[], Vitals],
+        reports: Callable[[float], Sequence[Message]],
     ) -> Heart:
         from kvcomm.rpc import AsyncPeers, Identity
 
@@ -177,6 +180,7 @@ class NodeProcess:
             ring=ring,
             took_ring=took_ring,
             vitals=vitals,
+            reports=reports,
         )  # fmt: skip
 
     async def withdraw(self) -> None:
@@ -237,6 +241,15 @@ class NodeProcess:
         metrics.counter("kvcomm_requests_overdue_total").advance_to(server.overdue_count)
         for message, count in server.request_counts.items():
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
+
+    def refresh_warming(self, warming: Warming) -> None:
+        """The same for the copies of hot blocks in a pool."""
+        metrics, counts = self.metrics, warming.counts
+        metrics.gauge("kvcomm_warm_copies").set(warming.warm_count)
+        metrics.counter("kvcomm_warmed_bytes_total").advance_to(counts.stored_bytes)
+        metrics.counter("kvcomm_warm_copies_dropped_total").advance_to(counts.dropped_count)
+        for outcome, count in counts.blocks.items():
+            metrics.counter("kvcomm_warmed_blocks_total", outcome=outcome).advance_to(count)
 
     def refresh_records(self, counts: ShardCounts, repair: RepairCounts, fsync_seconds: Histogram) -> None:
         """The same for a shard's records."""

@@ -16,8 +16,10 @@ from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
     from controller.controller import Controller
+    from controller.hotkeys import HotOptions
     from controller.process import ControllerSettings
     from kvcomm.cli.node import NodeProcess
+    from kvcomm.cli.warm_source import ShardSource
     from kvcomm.instance import Instance
     from kvcomm.wire.messages import RingMap
     from l2_rdma.owner import Owner
@@ -58,10 +60,12 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     cache, network = process.settings.cache, process.settings.network
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
+    source = _shard_source(process)
 
     def ready(running: RunningPool) -> None:
         def refresh() -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
+            process.refresh_warming(running.warming)
 
         backend = StoreBackend(process, running.store)
         work = process.announce(
@@ -92,11 +96,42 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             ),
             stop=stop,
             ready=ready,
+            source=source,
         )
     finally:
+        await source.close()
         await _end(announcing)
         await process.withdraw()
     _check(announcing)
+
+
+def _shard_source(process: NodeProcess) -> ShardSource:
+    """Where the pool gets the blocks that it is told to have: as its own tenant, so only that one's."""
+    from kvcomm.cli.warm_source import ShardSource
+    from kvcomm.rpc import Identity
+
+    settings = process.settings
+    token = process.instance.credentials().token(settings.security.tenant)
+    return ShardSource(
+        lambda: process.heart.newest if process.heart is not None else None,
+        Identity(token, process.incarnation),
+        dial=lambda shard: shard.local_address or shard.address,
+        timeout_s=settings.network.request_timeout_s,
+        connect_timeout_s=settings.network.connect_timeout_s,
+    )
+
+
+def _hot_options(process: NodeProcess) -> HotOptions:
+    """When a controller calls a key hot."""
+    from controller.hotkeys import HotOptions
+
+    cluster = process.settings.cluster
+    return HotOptions(
+        block_enter_s=cluster.hot_block_rate,
+        record_enter_s=cluster.hot_record_rate,
+        window_s=cluster.heartbeat_s,
+        warm_rate_bytes=cluster.warm_rate_bytes,
+    )
 
 
 def _gpu(ordinal: int | None) -> Gpu | None:
@@ -148,7 +183,13 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
             backend = ShardBackend(process, store, running, disk)
             running.on_ring(process.ring_changed)
             work = process.announce(
-                backend, running.addresses, "", refresh, ring=backend.ring, took_ring=running.adopt
+                backend,
+                running.addresses,
+                "",
+                refresh,
+                ring=backend.ring,
+                took_ring=running.adopt,
+                reports=running.marking.reports,
             )
             announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
@@ -201,6 +242,9 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
             process.refresh_server(running.server, running.machine.epoch)
             process.metrics.gauge("kvcomm_controller_term").set(running.term)
             process.metrics.gauge("kvcomm_controller_votes").set(running.metadata.counts().votes)
+            hot = running.shell.hot.hot
+            process.metrics.gauge("kvcomm_hot_keys", plane="block").set(len(hot.blocks.keys))
+            process.metrics.gauge("kvcomm_hot_keys", plane="record").set(len(hot.records.keys))
 
         backend = ControllerBackend(process, running)
         work = process.announce(backend, running.addresses, "", refresh, ring=backend.ring)
@@ -245,6 +289,7 @@ def _controller_settings(process: NodeProcess) -> ControllerSettings:
         controllers.locate,
         dial=lambda beat: (near and beat.local_address) or beat.address,
         publish=lambda ring: _publish(process.instance, ring),
+        hot=_hot_options(process),
         lease_s=settings.cluster.lease_s,
         request_timeout_s=settings.network.request_timeout_s,
         connect_timeout_s=settings.network.connect_timeout_s,
