@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
+HOT_AGE_MAX_S = 1.0
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
 CONTROLLERS = (1, 3, 5)
 LEASE_S_MIN, LEASE_S_MAX = 0.5, 600.0
@@ -104,6 +105,13 @@ def _seconds(value: Any, _ram_bytes: int) -> float:
     if not found:
         _unlike(value, 'a duration with its unit: "5s", "50ms", "2m"')
     return float(found[1]) * _DURATION_S[str(found[2])]
+
+
+def _hot_age(value: Any, _ram_bytes: int) -> float:
+    seconds = _seconds(value, 0)
+    if seconds > HOT_AGE_MAX_S:
+        raise ValueError(f"is {value!r}, but what a read shows is at most {HOT_AGE_MAX_S:g} s old")
+    return seconds
 
 
 def _positive_seconds(value: Any, _ram_bytes: int) -> float:
@@ -301,6 +309,13 @@ class CacheConfig:
         "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
         "are evicted.",
     )  # fmt: skip
+    hot_record_age_s: float = _setting(
+        "hot_record_age", _hot_age, "1s",
+        "How old an eventual record may be that an agent reads again without asking, while the controllers "
+        "find that very many read it: counted from before the question was sent, never past its own writes, "
+        "and never for `kv.strong` or a read with `fresh=True`. At most 1 s. Longer: less load for the one "
+        "shard that has the record. `0s`: every read asks.",
+    )  # fmt: skip
     l3_consistency: Literal["eventual"] = _setting(
         "l3_consistency",
         _one_of("eventual", unavailable={"strong": "which is chosen record by record: kv.strong(name)"}),
@@ -351,6 +366,12 @@ class NetworkConfig:
         "drop_table", _truth, False,
         "Whether the node takes orders to stop hearing some of its peers (`kvcomm chaos`), from whoever "
         "knows the cluster's own token. For tests: with `true` a partition can be made without root.",
+    )  # fmt: skip
+    rack: str = _setting(
+        "rack", _text, "",
+        "The rack that this process runs in, by the name that pools have in the ring. An agent uses the "
+        "pools of its rack, and gets what they lack from the shards; blocks that many fetch are brought "
+        "there ahead of need. Empty: it does not say, and uses all pools there are.",
     )  # fmt: skip
     rdma_device: str = _setting(
         "rdma_device", _text, "",
@@ -427,6 +448,23 @@ class ClusterConfig:
         "move_blocks_limit", _seconds, "60s",
         "How long a move waits for blocks, at most: what has not come by then is a miss, and computed again. "
         "`0s`: only records are waited for.",
+    )  # fmt: skip
+    hot_block_rate: int = _setting(
+        "hot_block_rate", _positive_count, 2,
+        "Fetches a second, of all agents together, from which on a block is hot: the pools of all racks are "
+        "told to have it. It stops to be at half of that. Lower: more blocks are brought to racks that may "
+        "not need them.",
+    )  # fmt: skip
+    hot_record_rate: int = _setting(
+        "hot_record_rate", _positive_count, 50,
+        "Reads a second, of all agents together, from which on a record is hot: agents may then keep its "
+        "answer for `cache.hot_record_age`. It stops to be at half of that. Lower: less load on shards, "
+        "more answers that are a moment old.",
+    )  # fmt: skip
+    warm_rate_bytes: int = _setting(
+        "warm_rate", _bytes, "32MB",
+        "Bytes a second that each pool fetches of hot blocks, at most; such copies take at most an eighth of "
+        "it, and the place of blocks that were not read lately. `0`: pools are told of none.",
     )  # fmt: skip
     repair_interval_s: float = _setting(
         "repair_interval", _positive_seconds, "60s",

@@ -272,7 +272,7 @@ class Repair:
     def _turn(self, neighbour: _Neighbour, turn: int) -> None:
         if turn != neighbour.turn or neighbour.working:
             return
-        neighbour.wake_at = math.inf
+        neighbour.wake_at, neighbour.waiting = math.inf, False
         now, epoch = self._desk.now, self._ring().epoch
         if self.hints.oldest(neighbour.node, 1):
             neighbour.working = True

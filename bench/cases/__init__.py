@@ -18,6 +18,8 @@ CASES = (
     "repair",
     "prefill",
     "streams",
+    "hotkeys",
+    "affinity",
     "footprint",
 )
 """In the order of the report."""

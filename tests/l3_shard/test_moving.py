@@ -50,4 +50,4 @@ def test_a_move_under_writes_loses_nothing_and_leaves_nothing_behind(move: str, 
     world.move(before, after)
     finish(world, writers, after)
     assert not any(writer.failures for writer in writers), "one retry suffices"
-    assert sum(len(writer.acknowledged) for writer in writers) > 20
+    assert sum(len(writer.acknowledged) for writer in writers) > 10
