@@ -62,10 +62,11 @@ class Getting:
         """Whether everybody told and gave, as far as there is room."""
         return self.full or self._others <= self.told
 
-    def took(self, told: Set[str], *, full: bool) -> None:
-        """A round is over."""
-        self.told |= told
-        self.full = full
+    def took(self, ring: Ring, told: Set[str], *, full: bool) -> None:
+        """A round by ``ring`` is over: it counts if that places blocks as the ring in force does."""
+        if ring.block_placement == self._ring.block_placement:
+            self.told |= told
+            self.full = full
 
     def ready(self, now: float) -> bool:
         """For the transition, if there is one."""

@@ -170,7 +170,7 @@ class Refilling:
                     self._pace.spend(await self._take(ring, order, round_), self._clock())
         finally:
             self._round = None
-        self._getting.took(round_.told, full=round_.full)
+        self._getting.took(ring, round_.told, full=round_.full)
         return not round_.failed
 
     def _wait_s(self, order: AskHoldings | Take, ring: Ring) -> float:

@@ -50,9 +50,11 @@ def test_a_shard_that_gains_nothing_is_ready_at_once_and_one_that_gains_when_all
     moving = ring_of("ab", 2, "abc")
     gaining, losing = Getting("c", moving, 60.0, 0.0), Getting("a", moving, 60.0, 0.0)
     assert losing.ready(0.0) and not gaining.ready(0.0)
-    gaining.took({"a"}, full=False)
+    gaining.took(moving, {"a"}, full=False)
     assert not gaining.ready(1.0) and not gaining.complete
-    gaining.took({"b"}, full=False)
+    gaining.took(ring_of("abc", 1), {"b"}, full=True)
+    assert not gaining.ready(1.0), "of a round that had begun by another ring"
+    gaining.took(moving, {"b"}, full=False)
     assert gaining.ready(1.0) and gaining.complete
 
 
@@ -60,13 +62,13 @@ def test_a_move_waits_neither_for_room_nor_for_ever():
     gaining = Getting("c", ring_of("ab", 2, "abc"), 60.0, 10.0)
     assert not gaining.ready(69.9) and gaining.ready(70.0)
     gaining = Getting("c", ring_of("ab", 2, "abc"), 60.0, 10.0)
-    gaining.took(set(), full=True)
+    gaining.took(ring_of("ab", 2, "abc"), set(), full=True)
     assert gaining.ready(10.1)
 
 
 def test_what_was_got_stays_got_to_the_end_of_the_move_and_counts_for_no_other():
     gaining = Getting("c", ring_of("ab", 2, "abc"), 60.0, 0.0)
-    gaining.took({"a", "b"}, full=False)
+    gaining.took(ring_of("ab", 2, "abc"), {"a", "b"}, full=False)
     for later in (
         ring_of("ab", 3, "abc", "serve"),
         ring_of("ab", 4, "abc"),
