@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from l3_shard import ring as ring_module
-from tests.l3_shard.cluster import Faults
+from tests.l3_shard.cluster import Faults, small_rings
 from tests.l3_shard.moving_world import MovingWorld, Writer
 
-
-@pytest.fixture(autouse=True)
-def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making rings would take most of the time."""
-    monkeypatch.setattr(ring_module, "POINTS_PER_WEIGHT", 8)
+quick = pytest.fixture(autouse=True)(small_rings)
 
 
 def written(world: MovingWorld, count: int = 2, seconds: float = 2.0) -> list[Writer]:
