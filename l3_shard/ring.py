@@ -212,9 +212,36 @@ class Ring:
 
         When these shards have taken up a map, nothing is acknowledged under an older one any more.
         """
-        count = self._map.replicas
-        groups = {owners for pair in self._pairs(count) for owners in pair}
-        return all(self._met(owners, nodes) for owners in groups)
+        return all(self._met(owners, nodes) for owners in self._record_groups)
+
+    def flows(self, count: int) -> dict[tuple[tuple[str, ...], tuple[str, ...]], int]:
+        """The first ``count`` owners before and after the transition -> how many of the 2^64 points of the
+        circle they have."""
+        ends = sorted({*self._now.ends, *self._next.ends})
+        measured: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        before = -1
+        for end in ends:
+            pair = (self._now.owners(end, count), self._next.owners(end, count))
+            measured[pair] = measured.get(pair, 0) + end - before
+            before = end
+        return measured
+
+    def stretches(self) -> list[tuple[int, int, str]]:
+        """The circle as the serving placement has it: (first point, last point, first owner), in order."""
+        found: list[tuple[int, int, str]] = []
+        first = 0
+        for end in sorted({*self._serving.ends}):
+            owner = next(iter(self._serving.owners(end, 1)), "")
+            if found and found[-1][2] == owner:
+                found[-1] = (found[-1][0], end, owner)
+            else:
+                found.append((first, end, owner))
+            first = end + 1
+        return found
+
+    @cached_property
+    def _record_groups(self) -> set[tuple[str, ...]]:
+        return {owners for pair in self._stretches for owners in pair}
 
     def _met(self, owners: Sequence[str], nodes: Collection[str]) -> bool:
         quorum = min(self._map.write_quorum, len(owners))
@@ -295,6 +322,14 @@ class _Placement:
         yield POINT_MAX
         for each in self.ranges:
             yield from (each.first, each.last, min(each.last + 1, POINT_MAX))
+
+    @property
+    def ends(self) -> Iterator[int]:
+        """The last point of every stretch with the same owners, at least."""
+        yield from self._circle.points
+        yield POINT_MAX
+        for each in self.ranges:
+            yield from (max(0, each.first - 1), each.last)
 
     def lists(self, count: int) -> set[tuple[str, ...]]:
         """The different lists of owners."""
