@@ -24,6 +24,7 @@ from kvcomm.validators import Validators
 from kvcomm.wire.messages import RingMap
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
+from l3_shard.peers import WatchOptions
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import Ring
 from l3_shard.scrub import ScrubCounts
@@ -50,6 +51,7 @@ class RecordOptions:
     connect_timeout_s: float = 1.0
     repair: RepairOptions = field(default_factory=RepairOptions)
     validators: Validators = field(default_factory=Validators)
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
 
 class RecordProcess:
@@ -130,6 +132,7 @@ class RecordProcess:
                 notes=store.notes(),
                 strong=StrongIdentity(strong_store.replica, incarnation, random.random),
                 validators=options.validators,
+                watch=options.watch,
             )
         except BaseException:
             store.close()

@@ -53,6 +53,7 @@ from l3_shard.merkle import DEPTH, FAN_OUT, LEAVES
 from l3_shard.notes import Notes
 from l3_shard.purge import Purge
 from l3_shard.readiness import Readiness
+from l3_shard.recovery import Recovery
 from l3_shard.ring import NO_RING, Ring
 from l3_shard.scrub import ScrubOptions
 from l3_shard.storage import Entry
@@ -137,6 +138,7 @@ class Repair:
         recover: asks the other replicas again for what is damaged here.
         taken: calls back once the newest ring is one that we cannot fall back behind any more: only then is
             it true that we acknowledge nothing under an older one, which whoever compares counts on.
+        recovery: hears what neighbours that were silent and we have told each other.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
 
@@ -157,6 +159,7 @@ class Repair:
         caught_up: Callable[[], None],
         recover: Callable[[], None],
         taken: Callable[[Callable[[], None]], None],
+        recovery: Recovery,
         stored: Mapping[bytes, bytes],
     ) -> None:
         self.caught_up = CAUGHT_UP in stored
@@ -190,6 +193,8 @@ class Repair:
             stored=stored,
         )
         self.hints = Hints(options.hint_bytes_max, options.hint_age_s, notes.save, stored)
+        self._recovery = recovery
+        self.hints.handed = recovery.handed
         timers.at(0.0, self._begin)
 
     def _begin(self) -> None:
@@ -247,6 +252,19 @@ class Repair:
                 neighbour.compare_at = min(neighbour.compare_at, soon)
             self._wake(neighbour, soon)
 
+    def returned(self, node: str, silent_s: float) -> None:
+        """``node`` answers again after it was silent: what it missed, and a comparison, at once.  What was
+        asked of it before may wait for an answer that was lost."""
+        neighbour = self._neighbours.get(node)
+        if neighbour is None:
+            return
+        self._recovery.returned(node, silent_s, self._desk.now, self._wall_ms())
+        self._abandon(neighbour)
+        neighbour.failure_count = 0
+        neighbour.compare_at = self._desk.now
+        self._wake(neighbour, self._desk.now)
+        self._wake_waiting()
+
     def _wake(self, neighbour: _Neighbour, when: float) -> None:
         """A turn at ``when`` or before: a row of missed writes must not put it off again and again."""
         if when >= neighbour.wake_at:
@@ -287,6 +305,7 @@ class Repair:
                 self._compare_counts,
                 keys_max=self._options.batch_keys,
                 keeps=lambda key: bool(self._keepers(key)),
+                merged=self._recovery.merged,
                 done=partial(self._compared, neighbour, turn),
             )
             neighbour.comparing.start()
@@ -308,7 +327,7 @@ class Repair:
         if turn != neighbour.turn:
             return
         assert neighbour.comparing is not None
-        vouched = neighbour.comparing.vouched
+        vouched, differing_count = neighbour.comparing.vouched, neighbour.comparing.differing_count
         neighbour.working, neighbour.comparing = False, None
         if problem is not None:
             self._failed(neighbour, problem)
@@ -327,6 +346,8 @@ class Repair:
         neighbour.compare_at = self._desk.now + self._jittered(
             interval_s, neighbour.node, neighbour.round_count
         )
+        if self._recovery.compared(neighbour.node, differing_count, self._desk.now):
+            neighbour.compare_at = self._desk.now
         self._wake(
             neighbour, self._desk.now if self.hints.oldest(neighbour.node, 1) else neighbour.compare_at
         )

@@ -80,6 +80,7 @@ from kvcomm.wire.messages import (
     RingOffer,
     RingTaken,
     ShardMove,
+    SplitReport,
     StrongAccept,
     StrongChange,
     StrongEnter,
@@ -94,10 +95,12 @@ from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
+from l3_shard.peers import PeerWatch, WatchOptions
 from l3_shard.place import Groups, Place, place_of
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.recheck import Recheck
+from l3_shard.recovery import Recovery
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.resolving import resolve
@@ -187,14 +190,19 @@ class _Merge:
     incoming: RecordState
     keeps: Callable[[], bool]
     done: Callable[[KVCommError | None], None]
+    merged: Callable[[RecordState, RecordState], None]
+    """Hears what was here before and after."""
+    before: RecordState = dvv.EMPTY
 
     def apply(self, state: RecordState) -> RecordState:
         """The ring may have changed since it was asked for, and nobody would drop the record again."""
         if not self.keeps():
             raise Unavailable("the record has other owners by now")
+        self.before = state
         return dvv.merge(state, self.incoming)
 
     def durable(self, state: RecordState) -> None:
+        self.merged(self.before, state)
         self.done(None)
 
     def failed(self, error: KVCommError) -> None:
@@ -251,6 +259,7 @@ class Shard:
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
         validators: what the values of writes are held against.
+        watch: how closely it watches the others; ``None`` = not at all.
 
     Raises:
         RingError: the map contradicts itself.
@@ -269,6 +278,7 @@ class Shard:
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
         validators: Validators | None = None,
+        watch: WatchOptions | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
@@ -323,7 +333,9 @@ class Shard:
             self._timers.at(0.0, self._recheck.doubt)
         if repair is not None and self.ring.epoch > kept.epoch:
             self._timers.at(0.0, self._keep_map)
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
         self._background = None if repair is None else self._make_repair(repair, notes or {})
+        self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
         self._recovered_last = b""
         self._stopped = False
@@ -347,6 +359,7 @@ class Shard:
             caught_up=self._plans.clear,
             recover=self._recover_again,
             taken=self._once_taken,
+            recovery=self._recovery,
             stored=notes,
         )
 
@@ -414,6 +427,8 @@ class Shard:
                 self._scanned(event)
             case Resumed():
                 self._recheck.resumed()
+                if self._watch is not None:
+                    self._watch.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -648,7 +663,8 @@ class Shard:
 
     def _merge(self, key: bytes, state: RecordState, done: Callable[[KVCommError | None], None]) -> None:
         try:
-            self._lines.change(key, _Merge(state, partial(self._keeps, key), done))
+            merged = partial(self._recovery.merged, key)
+            self._lines.change(key, _Merge(state, partial(self._keeps, key), done, merged))
         except Refused as error:
             done(error)
 
@@ -961,6 +977,27 @@ class Shard:
             self._keep_map()
             if self._background is not None:
                 self._background.placed()
+            if self._watch is not None:
+                self._watch.ring_changed()
+
+    # -- the other shards
+
+    def _make_watch(self, options: WatchOptions) -> PeerWatch:
+        watch = PeerWatch(
+            self.node,
+            options,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            silenced=self._recovery.gone,
+            returned=self._returned,
+        )
+        self._timers.at(0.0, watch.ring_changed)
+        return watch
+
+    def _returned(self, node: str, silent_since: float) -> None:
+        if self._background is not None:
+            self._background.returned(node, self._desk.now - silent_since)
 
     @property
     def taken(self) -> Ring:
@@ -1079,6 +1116,16 @@ class Shard:
             bytes_left=left_bytes,
         )
 
+    @property
+    def watch(self) -> PeerWatch | None:
+        """Which of the others answer, if anybody looks."""
+        return self._watch
+
+    def split(self) -> SplitReport | None:
+        """What became of the last split that this shard was in, as far as it is over; ``None`` = of none in
+        this life."""
+        return self._recovery.report()
+
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
         return self._strong_records().counts()
@@ -1093,6 +1140,8 @@ class Shard:
         self._desk.check()
         self._lines.check()
         self._recheck.check()
+        if self._watch is not None:
+            self._watch.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:
