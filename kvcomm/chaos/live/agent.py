@@ -150,7 +150,10 @@ class Agent:
         from kvcomm.chaos.live.load import EventualClient, StrongClient
 
         node = self.setup.node
-        eventual, strong = EventualClient(self.work, f"{node}.e-last"), StrongClient(self.work, f"{node}.last")
+        eventual, strong = (
+            EventualClient(self.work, f"{node}.e-last"),
+            StrongClient(self.work, f"{node}.last"),
+        )
         parts = [
             (eventual.get, order.eventual[at : at + LOOK_KEYS])
             for at in range(0, len(order.eventual), LOOK_KEYS)

@@ -47,7 +47,12 @@ def missing() -> str:
     """Why there can be no namespaces here; empty = there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nft", "nftables"), ("nsenter", "util-linux")):
+    for tool, package in (
+        ("ip", "iproute2"),
+        ("tc", "iproute2"),
+        ("nft", "nftables"),
+        ("nsenter", "util-linux"),
+    ):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian: {package})"
     try:

@@ -20,7 +20,13 @@ class Process:
     """``command`` with the log that it writes.  Its standard input is ours: it is to end when that closes."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, variables: Mapping[str, str], *, speaks: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str],
+        *,
+        speaks: bool = False,
     ) -> None:
         self.name, self.log = name, log
         with log.open("ab") as output:
