@@ -11,7 +11,7 @@ import msgspec
 
 from bench.timing import Rounds, Spread
 
-Unit = Literal["us", "ms", "x", "MiB", "x faster"]
+Unit = Literal["us", "ms", "x", "MiB", "x faster", "%"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def detail_table(report: Report) -> str:
     lines = [
         "| operation | size | µs, median (p10 – p90) | times the baseline |",
         "| --- | --- | --- | --- |",
-    ]
+    ] * bool(report.rows)
     for row in report.rows:
         ratio = f"{_shown(row.ratio)} × {row.baseline}" if row.ratio else ""
         lines.append(f"| {row.what} | {row.size} | {_shown(row.us)} | {ratio} |")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from controller.supervisor import NodeSpec
+from kvcomm.wire.messages import NodePlan
 
 STOP_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL when the cluster stops."""
@@ -24,11 +24,15 @@ LAST_WORDS_BYTES_MAX = 2000
 class Launcher(Protocol):
     """How node processes are started; the exit of each is reported once."""
 
-    async def start(self, spec: NodeSpec, exited: Callable[[str, int], None]) -> int:
+    async def start(self, plan: NodePlan, exited: Callable[[str, int], None]) -> int:
         """Start the node; its pid.  ``exited(node, code)`` is called in the event loop when it has ended.
 
         Raises ``OSError`` when the process cannot be started.
         """
+        ...
+
+    def terminate(self, node: str) -> None:
+        """Ask it to end."""
         ...
 
     def kill(self, node: str) -> None: ...
@@ -44,30 +48,33 @@ class Launcher(Protocol):
 
 @dataclass(slots=True)
 class LocalLauncher:
-    """Starts ``command(spec)`` with output appended to ``log_directory/<node>.log``."""
+    """Starts ``command(plan)`` with output appended to ``log_directory/<node>.log``."""
 
-    command: Callable[[NodeSpec], Sequence[str]]
+    command: Callable[[NodePlan], Sequence[str]]
     log_directory: Path
     _running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict, init=False)
     _log_starts: dict[str, int] = field(default_factory=dict, init=False)
     """Where in its log the newest process of a node begins."""
     _watchers: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
-    async def start(self, spec: NodeSpec, exited: Callable[[str, int], None]) -> int:
-        with self.log_path(spec.node).open("ab") as log:
-            self._log_starts[spec.node] = log.seek(0, os.SEEK_END)
+    async def start(self, plan: NodePlan, exited: Callable[[str, int], None]) -> int:
+        with self.log_path(plan.node).open("ab") as log:
+            self._log_starts[plan.node] = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
-                *self.command(spec),
+                *self.command(plan),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C at the terminal is for us to pass on, in order
             )
-        self._running[spec.node] = process
-        watcher = asyncio.ensure_future(self._watch(spec.node, process, exited))
+        self._running[plan.node] = process
+        watcher = asyncio.ensure_future(self._watch(plan.node, process, exited))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return process.pid
+
+    def terminate(self, node: str) -> None:
+        self._signal(self._running.get(node), signal.SIGTERM)
 
     def kill(self, node: str) -> None:
         self._signal(self._running.get(node), signal.SIGKILL)

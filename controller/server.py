@@ -1,32 +1,32 @@
-"""The supervisor's shell: performs the machine's effects with a launcher, the node registry and the control
-wire."""
+"""The supervisor's shell: performs the machine's effects with a launcher and the node registry, and looks
+whether the cluster serves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from controller.launcher import Launcher
 from controller.supervisor import (
     STARTS_MAX,
+    ClusterServes,
     GiveUp,
-    HandRing,
-    IssueRing,
     KillNode,
     NodeExited,
-    NodeSpec,
     NodeUp,
-    RingTaken,
+    PlanChanged,
     StartNode,
+    StopNode,
     Supervisor,
 )
 from kvcomm.errors import KVCommError
 from kvcomm.machine import Effect, Event, Tick
-from kvcomm.wire.messages import RingMap
+from kvcomm.wire.messages import NodePlan
 
 REGISTRATION_POLL_S = 0.02
+SERVING_POLL_S = 0.02
 
 
 class StartFailed(KVCommError):
@@ -35,38 +35,31 @@ class StartFailed(KVCommError):
     code: ClassVar[str] = "start_failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """Where a started process says it can be reached."""
-
-    address: str
-    local_address: str
-    control: str
-
-
 @dataclass(slots=True)
 class SupervisorServer:
     """Runs one :class:`Supervisor` until told to stop.
 
     Args:
-        registered: the registration of a node, if the process ``pid`` has made one.
-        write_ring: write a map down durably; called before any node hears of it.
-        hand_ring: tell the shard behind a control address; ``False`` = it did not take it (now).
+        registered: whether the process ``pid`` of a node has registered.
+        serves: whether a map has been issued and all nodes work by it; asked until it is so.
+        on_ready: called once, then.
+        on_change: called when a process was started or has come up or ended.
     """
 
     supervisor: Supervisor
     launcher: Launcher
-    registered: Callable[[str, int], Registration | None]
-    write_ring: Callable[[RingMap], None]
-    hand_ring: Callable[[str, RingMap], Awaitable[bool]]
+    registered: Callable[[str, int], bool]
+    serves: Callable[[Sequence[NodePlan]], Awaitable[bool]]
     on_ready: Callable[[], None] = lambda: None
+    on_change: Callable[[], None] = lambda: None
     on_event: Callable[[Event], None] = lambda event: None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
     _broken: asyncio.Future[None] = field(init=False)
     """Fails with the first error of a callback or background task; the supervisor stops and says why."""
     _stopping: bool = field(default=False, init=False)
-    _was_ready: bool = field(default=False, init=False)
+    _looking: bool = field(default=False, init=False)
+    """Somebody asks whether the cluster serves."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Start the cluster and keep it; returns when ``stop`` is set and every node has ended.
@@ -92,6 +85,11 @@ class SupervisorServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)  # their errors went into _broken
             await self.launcher.stop()
 
+    def follow(self, plan: Sequence[NodePlan]) -> None:
+        """This is what is to run from now on."""
+        if list(plan) != list(self.supervisor.plan):
+            self._deliver(PlanChanged(plan))
+
     def _deliver(self, event: Event) -> None:
         """Also called from timers and from the launcher, where nobody would hear of an exception."""
         if self._stopping:
@@ -108,14 +106,18 @@ class SupervisorServer:
         for effect in effects:
             self._perform(effect)
         self._set_timer()
-        if self.supervisor.ready and not self._was_ready:
-            self._was_ready = True
-            self.on_ready()
+        if effects or not isinstance(event, Tick):
+            self.on_change()
+        if self.supervisor.all_up and not self.supervisor.served and not self._looking:
+            self._looking = True
+            self._spawn(self._look())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
             case StartNode():
-                self._spawn(self._start(effect.spec))
+                self._spawn(self._start(effect.plan))
+            case StopNode():
+                self.launcher.terminate(effect.node)
             case KillNode():
                 self.launcher.kill(effect.node)
             case GiveUp():
@@ -124,14 +126,10 @@ class SupervisorServer:
                     f"{effect.node} does not come up (code {effect.code}, {STARTS_MAX} times)"
                     + (f"; it said:\n{said}" if said else "")
                 )
-            case IssueRing():
-                self.write_ring(effect.ring)
-            case HandRing():
-                self._spawn(self._hand(effect))
             case _:
                 raise TypeError(f"cannot perform {type(effect).__name__}")
 
-    async def _start(self, spec: NodeSpec) -> None:
+    async def _start(self, plan: NodePlan) -> None:
         """Start the process and watch for its registration; its exit ends the watch."""
         gone = asyncio.Event()
 
@@ -140,20 +138,27 @@ class SupervisorServer:
             self._deliver(NodeExited(node, code))
 
         try:
-            pid = await self.launcher.start(spec, exited)
+            pid = await self.launcher.start(plan, exited)
         except OSError as error:
-            self._deliver(NodeExited(spec.node, error.errno or 1, str(error)))
+            self._deliver(NodeExited(plan.node, error.errno or 1, str(error)))
             return
         while not gone.is_set():
-            found = self.registered(spec.node, pid)
-            if found:
-                self._deliver(NodeUp(spec.node, found.address, found.local_address, found.control))
+            if self.registered(plan.node, pid):
+                self._deliver(NodeUp(plan.node))
                 return
             await asyncio.sleep(REGISTRATION_POLL_S)
 
-    async def _hand(self, effect: HandRing) -> None:
-        taken = await self.hand_ring(effect.control, effect.ring)
-        self._deliver(RingTaken(effect.node, effect.ring.epoch, taken))
+    async def _look(self) -> None:
+        """Until the cluster serves, or one of its nodes has ended again."""
+        try:
+            while self.supervisor.all_up and not self.supervisor.served:
+                if await self.serves(self.supervisor.plan):
+                    self._deliver(ClusterServes())
+                    self.on_ready()
+                else:
+                    await asyncio.sleep(SERVING_POLL_S)
+        finally:
+            self._looking = False
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -342,13 +342,15 @@ class AsyncState:
     _operations: Operations
     name: str
 
-    async def get(self, key: str, *, deadline_s: float = DEADLINE_S) -> StateValue:
+    async def get(self, key: str, *, fresh: bool = False, deadline_s: float = DEADLINE_S) -> StateValue:
         """See ``State.get``."""
-        return (await self.get_many([key], deadline_s=deadline_s))[key]
+        return (await self.get_many([key], fresh=fresh, deadline_s=deadline_s))[key]
 
-    async def get_many(self, keys: Sequence[str], *, deadline_s: float = DEADLINE_S) -> dict[str, StateValue]:
+    async def get_many(
+        self, keys: Sequence[str], *, fresh: bool = False, deadline_s: float = DEADLINE_S
+    ) -> dict[str, StateValue]:
         """See ``State.get_many``."""
-        values = await self._client.run(self._operations.state_get(self.name, keys), deadline_s)
+        values = await self._client.run(self._operations.state_get(self.name, keys, fresh), deadline_s)
         return dict(zip(keys, values, strict=True))
 
     async def put(

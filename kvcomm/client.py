@@ -346,13 +346,19 @@ class State:
     _operations: Operations
     name: str
 
-    def get(self, key: str, *, deadline_s: float = DEADLINE_S) -> StateValue:
-        """The value or values and their causal context."""
-        return self.get_many([key], deadline_s=deadline_s)[key]
+    def get(self, key: str, *, fresh: bool = False, deadline_s: float = DEADLINE_S) -> StateValue:
+        """The value or values and their causal context.
 
-    def get_many(self, keys: Sequence[str], *, deadline_s: float = DEADLINE_S) -> dict[str, StateValue]:
+        Args:
+            fresh: not from a copy of a hot record, which may be a second old (``cache.hot_record_age``).
+        """
+        return self.get_many([key], fresh=fresh, deadline_s=deadline_s)[key]
+
+    def get_many(
+        self, keys: Sequence[str], *, fresh: bool = False, deadline_s: float = DEADLINE_S
+    ) -> dict[str, StateValue]:
         """Many keys in one round trip a shard."""
-        values = self._client.run(self._operations.state_get(self.name, keys), deadline_s)
+        values = self._client.run(self._operations.state_get(self.name, keys, fresh), deadline_s)
         return dict(zip(keys, values, strict=True))
 
     def put(

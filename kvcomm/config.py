@@ -22,11 +22,14 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
+HOT_AGE_MAX_S = 1.0
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
+CONTROLLERS = (1, 3, 5)
+LEASE_S_MIN, LEASE_S_MAX = 0.5, 600.0
+"""Of the controllers: below, a busy disk would end it again and again."""
 
 _PLANNED = {
     "cache.l2_sync_interval": "record writes are sent at once, there is nothing to aggregate yet",
-    "cluster.heartbeat": "nothing sends heartbeats yet",
 }
 """Keys of the design that nothing reads yet.  A key that is accepted and does nothing would be a lie."""
 
@@ -104,6 +107,13 @@ def _seconds(value: Any, _ram_bytes: int) -> float:
     return float(found[1]) * _DURATION_S[str(found[2])]
 
 
+def _hot_age(value: Any, _ram_bytes: int) -> float:
+    seconds = _seconds(value, 0)
+    if seconds > HOT_AGE_MAX_S:
+        raise ValueError(f"is {value!r}, but what a read shows is at most {HOT_AGE_MAX_S:g} s old")
+    return seconds
+
+
 def _positive_seconds(value: Any, _ram_bytes: int) -> float:
     seconds = _seconds(value, 0)
     if not seconds:
@@ -123,6 +133,33 @@ def _positive_bytes(value: Any, ram_bytes: int) -> int:
 
 def _positive_count(value: Any, _ram_bytes: int) -> int:
     return _at_least(_count(value, 0), 1, "a count")
+
+
+def _lease_seconds(value: Any, _ram_bytes: int) -> float:
+    seconds = _seconds(value, 0)
+    if not LEASE_S_MIN <= seconds <= LEASE_S_MAX:
+        raise ValueError(f"is {value!r}, but a lease lasts {LEASE_S_MIN:g} to {LEASE_S_MAX:g} s")
+    return seconds
+
+
+def _controllers(value: Any, _ram_bytes: int) -> int:
+    count = _count(value, 0)
+    if count not in CONTROLLERS:
+        raise ValueError(
+            f"is {count}, but there are {', '.join(map(str, CONTROLLERS))}: a majority must be alive, which "
+            "an even number makes less likely"
+        )
+    return count
+
+
+def _addresses(value: Any, _ram_bytes: int) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(set(map(repr, value))) != len(value):
+        _unlike(value, 'a list without repetition, such as ["tcp://10.0.0.1:7400"]')
+    for each in value:
+        found = re.fullmatch(r"tcp://[^\s/]+:(\d{1,5})", each) if isinstance(each, str) else None
+        if found is None or not 0 < int(found[1]) < 1 << 16:
+            raise ValueError(f"names {each!r}, expected addresses such as tcp://10.0.0.1:7400")
+    return tuple(value)
 
 
 def _truth(value: Any, _ram_bytes: int) -> bool:
@@ -272,6 +309,13 @@ class CacheConfig:
         "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
         "are evicted.",
     )  # fmt: skip
+    hot_record_age_s: float = _setting(
+        "hot_record_age", _hot_age, "1s",
+        "How old an eventual record may be that an agent reads again without asking, while the controllers "
+        "find that very many read it: counted from before the question was sent, never past its own writes, "
+        "and never for `kv.strong` or a read with `fresh=True`. At most 1 s. Longer: less load for the one "
+        "shard that has the record. `0s`: every read asks.",
+    )  # fmt: skip
     l3_consistency: Literal["eventual"] = _setting(
         "l3_consistency",
         _one_of("eventual", unavailable={"strong": "which is chosen record by record: kv.strong(name)"}),
@@ -323,6 +367,12 @@ class NetworkConfig:
         "Whether the node takes orders to stop hearing some of its peers (`kvcomm chaos`), from whoever "
         "knows the cluster's own token. For tests: with `true` a partition can be made without root.",
     )  # fmt: skip
+    rack: str = _setting(
+        "rack", _text, "",
+        "The rack that this process runs in, by the name that pools have in the ring. An agent uses the "
+        "pools of its rack, and gets what they lack from the shards; blocks that many fetch are brought "
+        "there ahead of need. Empty: it does not say, and uses all pools there are.",
+    )  # fmt: skip
     rdma_device: str = _setting(
         "rdma_device", _text, "",
         "The RDMA device that `verbs` uses (as `kvcomm doctor` names it). Empty: the first one with an "
@@ -351,6 +401,18 @@ class ClusterConfig:
     pools: int = _setting(
         "pools", _count, 1,
         "Pool processes that `kvcomm up` starts. With `0` agents use the shards only, over sockets.",
+    )  # fmt: skip
+    controllers: int = _setting(
+        "controllers", _controllers, 1,
+        "Controller processes, 1, 3 or 5. They issue the ring's maps and watch the nodes; a majority of them "
+        "must be alive for anything to change, and none for reads and writes. Fixed for the life of a "
+        "cluster.",
+    )  # fmt: skip
+    controller_addresses: tuple[str, ...] = _setting(
+        "controller_addresses", _addresses, [],
+        "Where the controllers listen and are found by nodes of other hosts: `tcp://host:port` of "
+        "`controller-0` first, one for each. The same on every host. Empty: all nodes are on one host, and "
+        "find them there. **Tokens travel in clear**, as with `network.listen_host`.",
     )  # fmt: skip
     replicas: int = _setting(
         "replicas", _positive_count, None,
@@ -403,6 +465,23 @@ class ClusterConfig:
         "How long a deleted record is remembered at least; longer while a shard that keeps it is away, so "
         "that no deleted record returns. Longer: more room for what is deleted. Keep it far above the time "
         "that a message may be under way.",
+    )  # fmt: skip
+    heartbeat_s: float = _setting(
+        "heartbeat", _positive_seconds, "2s",
+        "How often each node tells the controllers that it is there; also at once when something changes. "
+        "Shorter: a dead node is noticed sooner, a busy one is taken for dead sooner.",
+    )  # fmt: skip
+    lease_s: float = _setting(
+        "lease", _lease_seconds, "6s",
+        "How long a controller leads without hearing from a majority of the others. When the leader dies "
+        "another one leads after this time and a little more; until then nothing changes, and reads and "
+        "writes go on.",
+    )  # fmt: skip
+    replace_after_s: float = _setting(
+        "replace_after", _seconds, "10m",
+        "How long a shard may be dead before its part of the data is given new owners, copied from the "
+        "replicas that are left. Shorter: fewer copies for a shorter time, but a host that only restarts "
+        "has its data moved. `0s`: never.",
     )  # fmt: skip
 
 
@@ -604,6 +683,11 @@ def _contradictions(config: Config) -> Iterator[str]:
     for key, count in (("write_quorum", cluster.write_quorum), ("read_quorum", cluster.read_quorum)):
         if count > cluster.replicas:
             yield f"cluster.{key} is {count}, but cluster.replicas is {cluster.replicas}: never met"
+    if cluster.controller_addresses and len(cluster.controller_addresses) != cluster.controllers:
+        yield (
+            f"cluster.controller_addresses names {len(cluster.controller_addresses)}, but "
+            f"cluster.controllers is {cluster.controllers}"
+        )
     if cluster.hint_age_s >= cluster.tombstone_age_s:
         yield (
             f"cluster.hint_age is {cluster.hint_age_s:g} s, but cluster.tombstone_age is "

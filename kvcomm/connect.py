@@ -29,6 +29,8 @@ from kvcomm.block import Incarnation
 from kvcomm.blockplane import BlockPlane
 from kvcomm.client import Client
 from kvcomm.errors import ConfigError, KVCommError, Refused, Unauthenticated, Unavailable, failure_to_error
+from kvcomm.heat import Heat
+from kvcomm.hotcopies import HotCopies
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.metrics import Metrics
 from kvcomm.namespace import TenantDigest
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from kvcomm.slabs import Slabs
     from l1.tier import L1Tier
     from l2_rdma.tier import L2Tier
+    from l3_shard.tier import L3Tier
 
 # What only a call of connect() needs is imported inside: "import kvcomm" stays quick.
 
@@ -267,7 +270,9 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     newest = l3.newest_map if l3 is not None else lambda: ring
     l2 = _rack(settings, door, identity, slabs, newest) if ring.pools else None
     tally = Tally(Metrics("client"), time.monotonic)
-    state = StatePlane(l3, tally) if l3 else None
+    copies = HotCopies(cache.hot_record_age_s)
+    heat = Heat(identity.caller, network.rack, l3, time.monotonic) if l3 else None
+    state = StatePlane(l3, tally, copies=copies, heat=heat, clock=time.monotonic) if l3 else None
     strong = StrongPlane(l3, tally, random.random) if l3 else None
     blocks = BlockPlane(near, l2, l3, time.monotonic)
     numbers = count(1)
@@ -277,25 +282,42 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
         if strong
         else None
     )
-    operations = Operations(blocks, state, tally, tenant, identity.caller, strong, leases)
+    operations = Operations(blocks, state, tally, tenant, identity.caller, strong, leases, heat)
 
     def close() -> None:
         near.clear()
         if l2 is not None:
             l2.close()
 
+    counted = _counting(tally.metrics, near, l2, l3, copies, heat)
+    return _Parts(operations, counted, close, lambda: l2.stats().pools if l2 is not None else ())
+
+
+def _counting(
+    metrics: Metrics,
+    near: L1Tier,
+    l2: L2Tier | None,
+    l3: L3Tier | None,
+    copies: HotCopies,
+    heat: Heat | None,
+) -> Callable[[], dict[str, float]]:
+    """What the tiers count themselves is taken over when somebody looks."""
     taking_over = threading.Lock()  # else an older look could come after a newer one and turn a counter back
 
     def counted() -> dict[str, float]:
-        """What the tiers count themselves is taken over when somebody looks."""
         with taking_over:
             return take_over()
 
     def take_over() -> dict[str, float]:
-        counter, first = tally.metrics.counter, near.stats()
+        counter, first = metrics.counter, near.stats()
         counter("kvcomm_negative_hits_total").advance_to(first.absent_hits_total)
         counter("kvcomm_flight_followers_total").advance_to(first.followed_total)
         counter("kvcomm_copies_refused_total", tier="l1").advance_to(first.rejected_total)
+        counter("kvcomm_hot_record_reads_total").advance_to(copies.answered_count)
+        counter("kvcomm_hot_record_copies_total", event="kept").advance_to(copies.kept_count)
+        counter("kvcomm_hot_record_copies_total", event="dropped").advance_to(copies.dropped_count)
+        if heat is not None:
+            counter("kvcomm_hot_reports_total").advance_to(heat.reports_count)
         if l2 is not None:
             rack = l2.stats()
             counter("kvcomm_copies_refused_total", tier="l2").advance_to(rack.reads.corrupt)
@@ -307,7 +329,7 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_pool_losses_total").advance_to(rack.lost_count)
             for state in get_args(PoolState):
                 number = sum(pool.state == state for pool in rack.pools)
-                tally.metrics.gauge("kvcomm_pools", state=state).set(number)
+                metrics.gauge("kvcomm_pools", state=state).set(number)
             for (wanted, used), count in rack.fallbacks.items():
                 counter("kvcomm_transport_fallbacks_total", wanted=wanted, used=used).advance_to(count)
         if l3 is not None:
@@ -315,15 +337,15 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
             counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
             counter("kvcomm_hedged_requests_total").advance_to(l3.counts.hedged_count)
             counter("kvcomm_lagging_copies_total").advance_to(l3.counts.lagging_count)
-        return tally.metrics.snapshot()
+        return metrics.snapshot()
 
-    return _Parts(operations, counted, close, lambda: l2.stats().pools if l2 is not None else ())
+    return counted
 
 
 def _rack(
     settings: Config, door: _Door, identity: Identity, slabs: Slabs, newest: Callable[[], RingMap]
 ) -> L2Tier:
-    """All pools of the ring, as it changes."""
+    """The pools of our rack (all, where it has none or we do not say where we are), as the ring changes."""
     from l2_rdma.attachment import AttachOptions
     from l2_rdma.rack import Pool
     from l2_rdma.tier import L2Tier
@@ -337,7 +359,8 @@ def _rack(
         nonlocal seen
         now = newest()
         if seen[0] is not now:
-            seen = now, [Pool(node.node, door.dial(node), node.weight) for node in now.pools]
+            near = [node for node in now.pools if node.rack == network.rack] or now.pools
+            seen = now, [Pool(node.node, door.dial(node), node.weight) for node in near]
         return seen[1]
 
     return L2Tier(

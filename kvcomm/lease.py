@@ -122,17 +122,20 @@ class Tenure:
     Args:
         holder: a name that no other tenure has.
         ttl_s: how long each grant lasts.
+        kin: what the names of our earlier lives begin with.  Whoever names it must know that they have ended:
+            what they held is taken over at once.
 
     Raises:
         ValueError: the time or the name is out of range.
     """
 
-    def __init__(self, holder: str, ttl_s: float = TTL_S) -> None:
+    def __init__(self, holder: str, ttl_s: float = TTL_S, *, kin: str = "") -> None:
         if not (isfinite(ttl_s) and TTL_S_MIN <= ttl_s <= TTL_S_MAX):
             raise ValueError(f"a lease lasts {TTL_S_MIN} to {TTL_S_MAX:.0f} seconds, got {ttl_s}")
         if not 0 < len(holder.encode()) <= HOLDER_BYTES_MAX:
             raise ValueError(f"a holder's name has 1 to {HOLDER_BYTES_MAX} bytes")
         self.holder = holder
+        self._kin = kin
         self.ttl_s = round(ttl_s, 3)
         self.epoch = 0
         """Of the last grant to us; 0 = none yet."""
@@ -207,9 +210,15 @@ class Tenure:
         """
         if self._seen is None:
             return inf
-        if self._seen.holder in ("", self.holder):
+        ours = bool(self._kin) and self._seen.holder.startswith(self._kin)
+        if ours or self._seen.holder in ("", self.holder):
             return self._seen_at
         return self._seen_at + self._seen.ttl_s + margin_s(self._seen.ttl_s)
+
+    @property
+    def seen(self) -> Grant | None:
+        """What the record said last."""
+        return self._seen
 
     @property
     def rival(self) -> str:

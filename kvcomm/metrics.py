@@ -339,6 +339,20 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Values beyond the first that reads returned: concurrent writes that nobody has merged yet.",
     ),
     Definition(
+        "kvcomm_hot_record_reads_total", "counter", _CLIENT,
+        "Reads of hot records that were answered from a copy of a moment ago, without asking a shard.",
+    ),
+    Definition(
+        "kvcomm_hot_record_copies_total", "counter", _CLIENT,
+        "Such copies: `kept` where a shard marked its answer, `dropped` when too old, written to or in the "
+        "way.",
+        {"event": ("kept", "dropped")},
+    ),
+    Definition(
+        "kvcomm_hot_reports_total", "counter", _CLIENT,
+        "Reports to a shard of what this client reads most.",
+    ),
+    Definition(
         "kvcomm_operation_seconds", "histogram", _CLIENT,
         "Time of whole operations, as the caller waited for them.",
         {"operation": _OPERATIONS},
@@ -370,6 +384,14 @@ DEFINITIONS: tuple[Definition, ...] = (
         "sampled token, on average and of the worst token. Above 0.001 on average in bfloat16, or 1e-9 in "
         "float32: the replay does not see what the engine saw, or has other weights.",
         {"over": ("mean", "worst")},
+    ),
+    # hot keys
+    Definition(
+        "kvcomm_hot_records", "gauge", _SHARD,
+        "Hot records that this shard has been told of: it marks its answers about them.",
+    ),
+    Definition(
+        "kvcomm_hot_answers_total", "counter", _SHARD, "Answers that it marked.",
     ),
     # strong records
     Definition(

@@ -28,6 +28,7 @@ from kvcomm.errors import (
     Unavailable,
     name_outcomes,
 )
+from kvcomm.heat import Heat
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.manifest import Manifest
 from kvcomm.mergeplane import MergePlane
@@ -104,12 +105,14 @@ class Operations:
         producer: Incarnation,
         strong: StrongPlane | None = None,
         leases: LeasePlane | None = None,
+        heat: Heat | None = None,
     ) -> None:
         self._blocks = blocks
         self._tally = tally
         self._state = state
         self._strong = strong
         self._leases = leases
+        self._heat = heat
         self._tenant = tenant
         self.producer = producer
         self._bound: OrderedDict[NamespaceId, Namespace] = OrderedDict()
@@ -209,7 +212,7 @@ class Operations:
         not known or not the context's.
         """
         state, name = self.state(), record_name("context", agent, session)
-        head = yield from state.manifest(name)
+        head = yield from state.manifest(name, fresh=True)
         namespace = self._namespace_of(head, namespace)
         before = head or Manifest.empty(namespace)
         after = before.append(tokens, namespace)
@@ -238,8 +241,8 @@ class Operations:
         manifest = yield from self.head(agent, session)
         return (yield from self.follow(manifest))
 
-    def state_get(self, name: str, keys: Sequence[str]) -> Steps[list[StateValue]]:
-        return (yield from self.state().get([record_name("state", name, key) for key in keys]))
+    def state_get(self, name: str, keys: Sequence[str], fresh: bool = False) -> Steps[list[StateValue]]:
+        return (yield from self.state().get([record_name("state", name, key) for key in keys], fresh=fresh))
 
     def state_put(
         self, name: str, items: Sequence[tuple[str, bytes | None]], context: Dots | None
@@ -329,8 +332,11 @@ class Operations:
         return namespace
 
     def _fetch(self, keys: Sequence[BlockKey], lineages: Sequence[bytes], block_tokens: int) -> Steps[Hit]:
-        prefix: Prefix = yield from self._tally.timed("fetch", self._blocks.fetch(keys, lineages))
+        heat, fetching = self._heat, self._blocks.fetch(keys, lineages)
+        prefix: Prefix = yield from self._tally.timed("fetch", heat.riding(fetching) if heat else fetching)
         self._tally.fetched(prefix, block_tokens)
+        if heat is not None:
+            heat.fetched(prefix.blocks)
         return Hit(tuple(keys), prefix.blocks, block_tokens)
 
     def _publish(

@@ -18,18 +18,23 @@ get says so: the answer has seen it too, or says ``degraded``.  That is *read yo
 reads*, whichever shard answers; *writes follow reads* and *monotonic writes* are what contexts are for, as
 long as no degraded answer was read in between.  The promise is one plane's, it begins with nothing, and
 lapses for the record that was used longest ago when there are more than ``CONTEXTS_MAX``.
+
+**Hot records** may be answered from a copy that this client was given a moment ago (``kvcomm.hotcopies``);
+within the session, and not where a read asks for a fresh answer.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from urllib.parse import quote, unquote
 
 from kvcomm.errors import Conflict, KVCommError, TooLarge, WriteOutcome
+from kvcomm.heat import Heat
+from kvcomm.hotcopies import HotCopies
 from kvcomm.manifest import Manifest
 from kvcomm.steps import Steps
 from kvcomm.tally import Tally
@@ -107,23 +112,70 @@ class StatePlane:
     """Operations on records.  One plane may be used by many threads: the only shared state is the context
     memory, and no thread relies on what another may have dropped from it."""
 
-    def __init__(self, records: Records, tally: Tally) -> None:
+    def __init__(
+        self,
+        records: Records,
+        tally: Tally,
+        *,
+        copies: HotCopies | None = None,
+        heat: Heat | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            copies: of hot records; ``None`` = every read asks a shard.
+            heat: counts what is read; ``None`` = nobody does.
+            clock: monotonic seconds, for the age of copies.
+        """
         self._records = records
         self._tally = tally
+        self._copies, self._heat, self._clock = copies, heat, clock
         self._contexts: OrderedDict[bytes, Context] = OrderedDict()
 
-    def get(self, names: Sequence[bytes]) -> Steps[list[StateValue]]:
+    def get(self, names: Sequence[bytes], *, fresh: bool = False) -> Steps[list[StateValue]]:
         """Read records in one batch; absent ones have no values.  Nothing older than what this plane has read
-        or written before, unless ``degraded`` says so."""
+        or written before, unless ``degraded`` says so.
+
+        Args:
+            fresh: ask the shards also for hot records of which a copy is at hand.
+        """
         least = [self._contexts.get(name, _NOTHING_SEEN).least for name in names]
-        reading = self._records.record_get(names, least)
-        answers: list[RecordAnswer] = yield from self._tally.timed("record_get", reading, len(names))
+        answers = yield from self._tally.timed("record_get", self._read(names, least, fresh), len(names))
         found: list[StateValue] = []
         for name, asked, answer in zip(names, least, answers, strict=True):
             self._tally.read(answer)
             self._remember(Context(name, answer.context, least=self._least(name, asked, answer)))
             found.append(StateValue(answer.values, Context(name, answer.context), answer.degraded))
         return found
+
+    def _read(self, names: Sequence[bytes], least: Sequence[Dots], fresh: bool) -> Steps[list[RecordAnswer]]:
+        """From copies as far as they go, the rest from the shards."""
+        if self._heat is not None:
+            self._heat.read_records(names)
+        copies = self._copies
+        if copies is None:
+            return (yield from self._ask(names, least))
+        begun = self._clock()
+        answers: dict[int, RecordAnswer] = {}
+        if copies and not fresh:
+            for index, name in enumerate(names):
+                if (copy := copies.get(name, least[index], begun)) is not None:
+                    answers[index] = copy
+        rest = (
+            [index for index in range(len(names)) if index not in answers] if answers else range(len(names))
+        )
+        if rest:
+            asked = [names[index] for index in rest]
+            told = yield from self._ask(asked, [least[index] for index in rest])
+            for index, answer in zip(rest, told, strict=True):
+                answers[index] = answer
+                if answer.hot:
+                    copies.keep(names[index], answer, begun, self._clock())
+        return [answers[index] for index in range(len(names))]
+
+    def _ask(self, names: Sequence[bytes], least: Sequence[Dots]) -> Steps[list[RecordAnswer]]:
+        reading = self._records.record_get(names, least)
+        return (yield from (reading if self._heat is None else self._heat.riding(reading)))
 
     def put(self, writes: Sequence[tuple[bytes, bytes | None, Dots | None]]) -> Steps[list[Context]]:
         """Write ``(name, value or None to delete, context or None for the remembered one)`` in one batch;
@@ -160,6 +212,10 @@ class StatePlane:
         yield from self._send(batch)
 
     def _send(self, batch: Sequence[RecordWrite]) -> Steps[list[Context]]:
+        if self._copies is not None:
+            now = self._clock()
+            for write in batch:
+                self._copies.wrote(write.key, now)
         writing = self._records.record_put(batch)
         try:
             versions: list[RecordVersion] = yield from self._tally.timed("record_put", writing, len(batch))
@@ -179,8 +235,9 @@ class StatePlane:
         self._tally.scanned(len(found))
         return found
 
-    def manifest(self, name: bytes) -> Steps[Manifest | None]:
-        """The head of a context; ``None`` when there is none.
+    def manifest(self, name: bytes, *, fresh: bool = False) -> Steps[Manifest | None]:
+        """The head of a context; ``None`` when there is none.  ``fresh`` as in :meth:`get`: what is to be
+        extended must not be a copy, or two writers part that have not met.
 
         Two writers of one session leave siblings.  When one of them extends the other, the longer one is the
         head.
@@ -189,7 +246,7 @@ class StatePlane:
             Conflict: the siblings went different ways.
             Corrupt: the record does not hold a manifest.
         """
-        (state,) = yield from self.get([name])
+        (state,) = yield from self.get([name], fresh=fresh)
         heads = sorted((Manifest.decode(value) for value in state.values), key=lambda head: head.token_count)
         for shorter, longer in pairwise(heads):
             if not longer.extends(shorter):

@@ -208,6 +208,8 @@ class RecordAnswer:
     """Siblings, in the order of their dots."""
     context: Dots
     degraded: bool
+    hot: bool = False
+    """So many ask for the record that the answer may be kept for a moment (``kvcomm.hotcopies``)."""
 
 
 class Records(Protocol):

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import mmh3
@@ -190,6 +190,20 @@ class Ring:
             node in next_owners and node not in now_owners
             for now_owners, next_owners in self._pairs(self._map.replicas)
         )
+
+    def covers(self, nodes: Collection[str]) -> bool:
+        """Whether every group of owners, of both placements, has so many members among ``nodes`` that no
+        write quorum of it is without one of them: N-W+1 of N.
+
+        When these shards have taken up a map, nothing is acknowledged under an older one any more.
+        """
+        count = self._map.replicas
+        groups = {owners for pair in self._pairs(count) for owners in pair}
+        return all(self._met(owners, nodes) for owners in groups)
+
+    def _met(self, owners: Sequence[str], nodes: Collection[str]) -> bool:
+        quorum = min(self._map.write_quorum, len(owners))
+        return sum(1 for node in owners if node in nodes) > len(owners) - quorum
 
     def _kept(self, key: bytes, count: int) -> tuple[str, ...]:
         point = point_of(key)

@@ -75,6 +75,8 @@ class Routes:
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
         self._dial, self._clock, self.timeout_s = dial, clock, timeout_s
+        self._turn = 0
+        self._addresses: tuple[Ring | None, frozenset[str]] = (None, frozenset())
         self._shuns: dict[str, _Shun] = {}
         self._lags: dict[str, float] = {}
         self.speeds = Speeds()
@@ -91,6 +93,20 @@ class Routes:
         meanwhile."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         return Ask(self._dial(self._shards[node]), message, payload, sink, timeout_s)
+
+    def is_shard(self, address: str) -> bool:
+        """Whether one of our shards is called there."""
+        ring, known = self._addresses
+        if ring is not self.ring:
+            ring, known = self.ring, frozenset(map(self._dial, self._shards.values()))
+            self._addresses = ring, known
+        return address in known
+
+    def any_healthy(self) -> str | None:
+        """Where to call one that did not fail a moment ago; another one each time."""
+        well = list(filter(self.healthy, self.ring.names))
+        self._turn += 1
+        return self._dial(self._shards[well[self._turn % len(well)]]) if well else None
 
     def healthy(self, node: str) -> bool:
         """Whether it is in the ring and did not fail a moment ago."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcomm.block import Incarnation
+from kvcomm.block import Buffer, Incarnation
 from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, Depot, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
@@ -29,10 +29,14 @@ from kvcomm.wire.messages import (
     BlockHoldings,
     BlockLookup,
     BlockPut,
+    HotRecords,
+    HotReport,
     Message,
+    RecordGet,
     RingMap,
     RingNode,
 )
+from l3_shard.marking import Marking
 from l3_shard.process import RecordOptions, RecordProcess
 from l3_shard.refill import held
 from l3_shard.refilling import RefillCounts, Refilling, RefillOptions
@@ -89,6 +93,8 @@ class RunningShard:
     """Whether the last write of records was refused for lack of room."""
     on_ring: Callable[[Callable[[], None]], None]
     """Have somebody called whenever the shard has taken up another map, from wherever it came."""
+    marking: Marking
+    """What it knows of hot keys; its report is for the controllers."""
 
 
 async def run_shard(
@@ -134,12 +140,15 @@ async def run_shard(
         on_stop=ending.end,
         clock=clock,
     )
-    process = _Process(records, blocks, disk, options, dial, ending)
+    marking = Marking(credentials.tenant_digest(NODE_TENANT))
+    process = _Process(records, blocks, disk, options, dial, ending, marking)
     machine = records.machine
     cluster = credentials.tenant_digest(NODE_TENANT)
     service = BlockService(blocks, clock, region=region, epoch=records.epoch, depot=disk, cluster=cluster)
     server = DataServer(
-        ShardService(machine, records.runtime, service, partial(_held, machine, blocks, disk, cluster)),
+        ShardService(
+            machine, records.runtime, service, partial(_held, machine, blocks, disk, cluster), marking, clock
+        ),
         node=node,
         role="shard",
         instance=instance,
@@ -198,7 +207,9 @@ class _Process:
         options: ShardOptions,
         dial: Callable[[RingNode], str],
         ending: _Ending,
+        marking: Marking,
     ) -> None:
+        self._marking = marking
         self._records, self._blocks, self._ending = records, blocks, ending
         self._stop, self._clock = ending.stop, records.clock
         machine = records.machine
@@ -238,6 +249,7 @@ class _Process:
             record_bytes=records.store.used_bytes,
             disk_full=lambda: records.disk_full,
             on_ring=records.ring_listeners.append,
+            marking=self._marking,
         )
 
     async def tick_until_stopped(self) -> None:
@@ -267,7 +279,8 @@ class _Process:
 
 
 class ShardService:
-    """A ``kvcomm.serve.Service``: blocks to the block service, everything else to the machine."""
+    """A ``kvcomm.serve.Service``: blocks to the block service, hot keys to the marking, everything else to
+    the machine."""
 
     def __init__(
         self,
@@ -275,8 +288,11 @@ class ShardService:
         runtime: Runtime,
         blocks: BlockService,
         held: Callable[[Origin, BlockHoldings], BlockHeld],
+        marking: Marking,
+        clock: Callable[[], float],
     ) -> None:
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
+        self._marking, self._clock = marking, clock
 
     def welcome(self, origin: Origin) -> tuple[str, int]:
         return self._blocks.welcome(origin)
@@ -292,12 +308,32 @@ class ShardService:
             self._check_epoch(message)
             reply(self._held(origin, message))
             return
+        if isinstance(message, HotReport | HotRecords):
+            reply(self._marking.take(origin, message, self._clock()))
+            return
+        if isinstance(message, RecordGet):
+            reply = self._marking_if_hot(origin, message, reply)
         if not self._blocks.answers(message):
             self._runtime.received(origin, message, reply)
             return
         if not payload:  # else the sink has looked, and a map that came meanwhile does not undo the transfer
             self._check_epoch(message)
         self._blocks.handle(origin, message, payload, reply)
+
+    def _marking_if_hot(self, origin: Origin, message: RecordGet, reply: ReplyFunction) -> ReplyFunction:
+        """Count what is asked for; an answer about hot records is to be marked."""
+        marking = self._marking
+        marking.asked(origin.tenant, message.keys)
+        hot = marking.among(origin.tenant, message.keys, self._clock())
+        if not hot:
+            return reply
+
+        def mark(
+            answer: Message, payload: Sequence[Buffer] = (), left: Callable[[], None] | None = None
+        ) -> None:
+            reply(marking.marked(answer, hot), payload, left)
+
+        return mark
 
     def closed(self, connection: ConnectionId) -> None:
         self._blocks.closed(connection)

@@ -106,6 +106,16 @@ class L3Tier:
     def counts(self) -> L3Counts:
         return self._routes.counts
 
+    # -- ``kvcomm.heat.Shards``
+
+    def shard_address(self, address: str) -> bool:
+        """Whether a shard of this ring, or of the one before, is called there."""
+        return self._routes.is_shard(address)
+
+    def any_shard(self) -> str | None:
+        """Where to call a shard that did not fail a moment ago; another one each time."""
+        return self._routes.any_healthy()
+
     # -- blocks
 
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
@@ -129,8 +139,9 @@ class L3Tier:
         Raises:
             Unavailable: no owner of some key answered.
         """
-        found = yield from self._read(keys, least)
-        return [_record_answer(*found[index]) for index in range(len(keys))]
+        hot: set[int] = set()
+        found = yield from self._read(keys, least, hot)
+        return [_record_answer(*found[index], index in hot) for index in range(len(keys))]
 
     def record_states(self, keys: Sequence[bytes]) -> Steps[RecordStates]:
         """The replicated states themselves, one a key; raises as :meth:`record_get`."""
@@ -139,9 +150,10 @@ class L3Tier:
         return RecordStates(states, any(degraded for _, degraded in found.values()))
 
     def _read(
-        self, keys: Sequence[bytes], least: Sequence[Dots] = ()
+        self, keys: Sequence[bytes], least: Sequence[Dots] = (), hot: set[int] | None = None
     ) -> Steps[dict[int, tuple[RecordState | None, bool]]]:
-        """By index: the state, and whether the shard that was asked for it called its answer degraded."""
+        """By index: the state, and whether the shard that was asked for it called its answer degraded.
+        ``hot`` is given those that it called hot."""
         found: dict[int, tuple[RecordState | None, bool]] = {}
 
         def request(epoch: int, indices: Sequence[int]) -> Message:
@@ -153,6 +165,8 @@ class L3Tier:
                 return None
             for index, state in zip(indices, message.states, strict=True):
                 found[index] = state, message.degraded
+            if hot is not None and message.hot:
+                hot.update(indices[index] for index in message.hot if index < len(indices))
             return NOTHING_WRONG
 
         yield from Coordination(self._routes, Batch(keys, [0] * len(keys), request, take)).steps()
@@ -296,8 +310,8 @@ def _outcome(key: bytes, version: RecordVersion | None, error: KVCommError | Non
     return WriteOutcome(key, "done", dot, version.context, own=version.own)
 
 
-def _record_answer(state: RecordState | None, degraded: bool) -> RecordAnswer:
+def _record_answer(state: RecordState | None, degraded: bool, hot: bool) -> RecordAnswer:
     if state is None:
-        return RecordAnswer((), {}, degraded)
+        return RecordAnswer((), {}, degraded, hot)
     values = tuple(sibling.value for sibling in state.siblings if sibling.value is not None)
-    return RecordAnswer(values, state.context, degraded)
+    return RecordAnswer(values, state.context, degraded, hot)

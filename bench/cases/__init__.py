@@ -18,6 +18,7 @@ CASES = (
     "repair",
     "prefill",
     "streams",
+    "affinity",
     "footprint",
 )
 """In the order of the report."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvcomm.block import Incarnation
 from kvcomm.chaos.commits import Commits
@@ -21,7 +21,7 @@ from kvcomm.chaos.driver import Done, run_steps
 from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
 from kvcomm.chaos.plan import Plan
-from kvcomm.chaos.watch import Violation, Watch
+from kvcomm.chaos.watch import Place, Violation, Watch
 from kvcomm.chaos.witness import Witness
 from kvcomm.chaos.world import Host, Timer, World
 from kvcomm.credentials import NODE_TENANT, Credentials
@@ -55,7 +55,10 @@ from kvcomm.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from controller.controller import Controller
+    from kvcomm.chaos.controllers import Controllers
     from kvcomm.chaos.draw import Draw
+    from kvcomm.chaos.hearts import Heart
     from l3_shard.shard import Shard
     from l3_shard.tier import L3Tier
 
@@ -192,6 +195,25 @@ def shipped_process(cluster: Cluster, host: Host) -> ShardProcess:
     return ShardProcess(cluster, host)
 
 
+def shipped_controller(name: str, controllers: Controllers) -> Controller:
+    """A controller's machine."""
+    from kvcomm.chaos.controllers import shipped_controller
+
+    return shipped_controller(name, controllers)
+
+
+def meta_floor(disks: Mapping[str, Disk[StrongState]], name: str) -> bytes:
+    """What the shard's disk promises for all strong records that it does not have."""
+    import msgspec
+
+    from l3_shard.entering import MEMBERSHIP_KEY, Member
+
+    membership = disks[name].states().get(MEMBERSHIP_KEY)
+    if membership is None or membership.register.value is None:
+        return b""
+    return msgspec.msgpack.decode(membership.register.value, type=Member).floor
+
+
 def run_once(
     cluster: Cluster, client: ClientProcess, steps: Callable[[], Steps[object]], done: Done[object]
 ) -> None:
@@ -209,6 +231,34 @@ class Parts:
     strong_disk: Callable[[Draw, Callable[[], str]], Disk[StrongState]] = shipped_strong_disk
     process: Callable[[Cluster, Host], ShardProcess] = shipped_process
     run: Callable[[Cluster, ClientProcess, Callable[[], Steps[object]], Done[object]], None] = run_once
+    controller: Callable[[str, Controllers], Controller] = shipped_controller
+
+
+class Home(Protocol):
+    """What a shard's process finds around it: a cluster, or the group that keeps the metadata of one."""
+
+    plan: Plan
+    parts: Parts
+    world: World
+    network: Network
+    credentials: Credentials
+    draw: Draw
+    disks: dict[str, Disk[RecordState]]
+    strong_disks: dict[str, Disk[StrongState]]
+    watch: Watch
+
+    @property
+    def calm(self) -> bool: ...
+
+    def note(self, what: str) -> None: ...
+
+    def kill(self, name: str, restart_after_s: float | None = None) -> None: ...
+
+    def restart_s(self) -> float: ...
+
+    def adopted(self, name: str, ring_map: RingMap) -> None: ...
+
+    def heart(self, process: ShardProcess) -> Heart | None: ...
 
 
 class Cluster:
@@ -223,36 +273,48 @@ class Cluster:
         self.credentials = Credentials(bytes(range(32)))
         self.network = Network(self.world, plan.weather, self.credentials)
         self.names = [f"shard{index}" for index in range(plan.shards)]
-        self.map = self.make_map(1, self.names)
+        self.map = self.make_map(0 if plan.controllers else 1, self.names)
+        self.maps: dict[int, RingMap] = {self.map.epoch: self.map}
+        """Every map that some shard has worked by."""
         self._replica_count = 0
         self.disks = {
-            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self._new_replica)
+            name: self.parts.disk(self.world.draw.fork(name), plan.fsync, self.new_replica)
             for name in self.names
         }
         self.strong_disks = {
-            name: self.parts.strong_disk(self.world.draw.fork(name), self._new_replica) for name in self.names
+            name: self.parts.strong_disk(self.world.draw.fork(name), self.new_replica) for name in self.names
         }
         self.watch = Watch(
             self.disks,
             self.strong_disks,
             plan.write_need,
             plan.majority,
-            self._floor,
+            partial(meta_floor, self.strong_disks),
             lambda: self.world.now,
+            self._places if plan.controllers else None,
         )
         self.broken: set[str] = set()
         """Nodes that stay down."""
         self._emptied: set[str] = set()
         self.calm = False
         """Nobody dies at a bad moment any more."""
+        self.retired: set[str] = set()
+        """Shards that are not to run: the plan does not name them any more."""
+        self.controllers: Controllers | None = None
+        if plan.controllers:
+            from kvcomm.chaos.controllers import Controllers
+
+            self.controllers = Controllers(self)
         for name in self.names:
             self.disks[name].heard = partial(self.watch.written, name)
             self.strong_disks[name].heard = partial(self.watch.accepted, name)
-            self._make_host(name)
+            self.make_host(name)
             self.start(name)
+        if self.controllers is not None:
+            self.controllers.start_all()
         self.clients: list[ClientProcess] = []
         for index in range(plan.clients):
-            host = self._make_host(f"client{index}")
+            host = self.make_host(f"client{index}")
             host.start(partial(self._client, index))
 
     def client_names(self) -> list[str]:
@@ -275,12 +337,61 @@ class Cluster:
         return process if isinstance(process, ShardProcess) else None
 
     def start(self, name: str) -> None:
-        """Start a shard that is down; it hears of the ring a moment later."""
+        """Start a shard, or a controller, that is down; a shard hears of the ring a moment later."""
+        if self.controllers is not None and name in self.controllers.names:
+            self.controllers.start(name)
+            return
         host = self.host(name)
-        if host.running or name in self.broken:
+        if host.running or name in self.broken or name in self.retired:
             return
         host.start(lambda host: self.parts.process(self, host))
-        self.hand_out(name)
+        if self.controllers is None:
+            self.hand_out(name)
+
+    def enlist(self, name: str) -> None:
+        """A shard that is to run from now on, with the disks that it had before, if it was here before."""
+        self.retired.discard(name)
+        if name not in self.names:
+            self.names.append(name)
+            self.disks[name] = self.parts.disk(self.world.draw.fork(name), self.plan.fsync, self.new_replica)
+            self.strong_disks[name] = self.parts.strong_disk(self.world.draw.fork(name), self.new_replica)
+            self.disks[name].heard = partial(self.watch.written, name)
+            self.strong_disks[name].heard = partial(self.watch.accepted, name)
+            self.make_host(name)
+        self.note(f"{name} is to run")
+        self.start(name)
+
+    def retire(self, name: str) -> None:
+        """A shard that is not to run any more; its disks stay where they are."""
+        self.retired.add(name)
+        self.note(f"{name} is not to run any more")
+        if name in self.names:
+            self.kill(name)
+
+    def adopted(self, name: str, ring_map: RingMap) -> None:
+        """``name`` works by this map from now on."""
+        known = self.maps.setdefault(ring_map.epoch, ring_map)
+        if known != ring_map:
+            self.watch.report("maps", f"{name} works by {ring_map}, others of that epoch by {known}")
+        if self.controllers is not None and not self.controllers.metadata.noted(ring_map):
+            self.watch.report(
+                "noted", f"{name} works by epoch {ring_map.epoch}, which was never written down"
+            )
+        if ring_map.epoch > self.map.epoch:
+            self.map = ring_map
+
+    def _places(self, node: str, key: bytes, epoch: int) -> list[Place]:
+        from l3_shard.ring import Ring
+        from l3_shard.shard import TENANT_BYTES
+
+        shard = self.shard(node)
+        last = 0 if shard is None else shard.machine.ring.epoch
+        rings = [Ring.from_map(self.maps[each]) for each in sorted(self.maps) if epoch <= each <= last]
+        groups = [ring.write_groups(key[TENANT_BYTES:]) for ring in rings]
+        return [frozenset(frozenset(group) for group in place) for place in groups]
+
+    def heart(self, process: ShardProcess) -> Heart | None:
+        return None if self.controllers is None else self.controllers.heart(process)
 
     def found(self, within_s: float) -> None:
         """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
@@ -298,7 +409,7 @@ class Cluster:
             self.world.run(self.world.now + 0.02)
 
     def _founded(self) -> bool:
-        return all(self.votes(name) for name in self.names)
+        return all(self.votes(name) for name in self.names if name not in self.retired)
 
     def votes(self, name: str) -> bool:
         """Whether a shard is up and votes on strong records."""
@@ -319,17 +430,6 @@ class Cluster:
         self.strong_disks[name].lose()
         self._emptied.add(name)
 
-    def _floor(self, name: str) -> bytes:
-        """What the shard's disk promises for all strong records that it does not have."""
-        import msgspec
-
-        from l3_shard.entering import MEMBERSHIP_KEY, Member
-
-        membership = self.strong_disks[name].states().get(MEMBERSHIP_KEY)
-        if membership is None or membership.register.value is None:
-            return b""
-        return msgspec.msgpack.decode(membership.register.value, type=Member).floor
-
     def kill(self, name: str, restart_after_s: float | None = None) -> None:
         """As ``kill -9``; comes back by itself after ``restart_after_s``."""
         self.host(name).kill()
@@ -343,6 +443,8 @@ class Cluster:
             self.kill(name, self.restart_s())
             self.disks[name].power_cut()
             self.strong_disks[name].power_cut()
+        for name in self.controllers.names if self.controllers is not None else ():
+            self.kill(name, self.restart_s())  # their disks sync every write
 
     def restart_s(self) -> float:
         return self.draw.uniform(*RESTART_S)
@@ -384,7 +486,7 @@ class Cluster:
 
     # -- making
 
-    def _make_host(self, name: str) -> Host:
+    def make_host(self, name: str) -> Host:
         origin_s = float(self.draw.between(0, 100_000))
         return self.world.host(name, origin_s=origin_s, skew_ms=self.draw.between(-500, 500))
 
@@ -393,7 +495,8 @@ class Cluster:
         self.clients.append(client)
         return client
 
-    def _new_replica(self) -> str:
+    def new_replica(self) -> str:
+        """An id for a database that nobody has."""
         from l3_shard.replica import first_replica
 
         self._replica_count += 1
@@ -415,7 +518,7 @@ class _Open:
 class ShardProcess:
     """One life of a shard."""
 
-    def __init__(self, cluster: Cluster, host: Host) -> None:
+    def __init__(self, cluster: Home, host: Host) -> None:
         self.cluster, self.host = cluster, host
         self.disk, self.strong_disk = cluster.disks[host.name], cluster.strong_disks[host.name]
         self.draw = cluster.draw
@@ -434,7 +537,7 @@ class ShardProcess:
             )
         )
         identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))
-        self._peers = Peers(cluster.network, host, identity)
+        self.peers = Peers(cluster.network, host, identity)
         self._events: deque[Event] = deque()
         self._draining = False
         self._pause_count = host.pause_count
@@ -444,6 +547,8 @@ class ShardProcess:
         self._strong = Commits(self.strong_disk, host, self.draw, cluster.plan, self.deliver)
         self._timer: Timer | None = None
         self._timer_at: float | None = None
+        self._epoch = self.machine.ring.epoch
+        self._heart = cluster.heart(self)
         cluster.network.listen(host, self)
         host.after(cluster.plan.wall_interval_s, self._follow_wall)
         host.soon(lambda: self.deliver(Tick()))  # as the shell does: repair begins
@@ -482,9 +587,26 @@ class ShardProcess:
                 if self.host.process is self:
                     self._carry_out(effect)
             self.machine.check()
+            self._look_at_ring()
         self._draining = False
         if self.host.process is self:
             self._arm()
+
+    def _look_at_ring(self) -> None:
+        ring = self.machine.ring
+        if ring.epoch < self._epoch:
+            self.cluster.watch.report(
+                "maps", f"{self.host.name} went back from {self._epoch} to {ring.epoch}"
+            )
+        if ring.epoch != self._epoch:
+            self._epoch = ring.epoch
+            self.cluster.adopted(self.host.name, ring.to_map())
+        if self._heart is not None:
+            self._heart.changed()
+
+    def silent(self) -> list[str]:
+        """Other shards that do not answer it at present."""
+        return []
 
     def check_answers(self) -> None:
         """Whoever asked and is still there has been answered, or has not waited long."""
@@ -542,7 +664,7 @@ class ShardProcess:
             failure = Failure("unavailable", f"no address of {effect.node}")
             self.deliver(Answered(effect.ticket, failure))
             return
-        self._peers.start(
+        self.peers.start(
             [Ask(address, effect.message)],
             effect.deadline,
             lambda answer: self.deliver(Answered(effect.ticket, answer.message)),

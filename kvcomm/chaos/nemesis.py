@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 from kvcomm.chaos.disk import Disk
 from kvcomm.chaos.network import Cut, bridge, everybody_alone, halves, isolate, one_way, ring
+from kvcomm.wire.messages import DrainOrder, MoveOrder, ScaleOrder
 
 if TYPE_CHECKING:
     from kvcomm.chaos.cluster import Cluster
+    from kvcomm.chaos.controllers import Controllers
     from kvcomm.wire.messages import RecordState, StrongState
+
+EXTRA_SHARDS = 2
+"""So many more than in the beginning are ordered at most."""
 
 
 class Nemesis:
@@ -34,6 +39,9 @@ class Nemesis:
     def begin(self) -> None:
         if self.plan.faults:
             self._wait()
+        if self.plan.orders:
+            self._operator = self._controllers().operator()
+            self._wait_for_order()
 
     def heal(self) -> None:
         """Mend everything, for good."""
@@ -49,7 +57,8 @@ class Nemesis:
             if self.cluster.host(name).paused:
                 self.cluster.host(name).resume()
             self.cluster.start(name)
-        if len(self.cluster.map.shards) != len(self.cluster.names):
+        self._heal_controllers()
+        if self.cluster.controllers is None and len(self.cluster.map.shards) != len(self.cluster.names):
             self.cluster.next_epoch(self.cluster.names)
 
     def strike(self, fault: str) -> None:
@@ -338,11 +347,16 @@ class Nemesis:
 
     def _epoch(self) -> str:
         """The same owners under a new epoch."""
+        if self.cluster.controllers is not None:
+            return "nobody but controllers makes maps"
         self.cluster.next_epoch([node.node for node in self.cluster.map.shards])
         return f"{self.cluster.map.epoch}"
 
     def _move(self) -> str:
-        """One shard leaves the ring, or those that left come back.  Nothing is moved with it (yet)."""
+        """One shard leaves the ring, or those that left come back, without a controller: nothing is moved
+        with it, so only where nothing is dropped either."""
+        if self.cluster.controllers is not None or self.plan.repair_interval_s is not None:
+            return self._epoch()
         self.intact = False
         names = self.cluster.names
         if len(self.cluster.map.shards) < len(names) or len(names) <= self.plan.replicas:
@@ -351,3 +365,124 @@ class Nemesis:
             gone = self._some_node()
             self.cluster.next_epoch([name for name in names if name != gone])
         return f"{self.cluster.map.epoch}"
+
+    # -- controllers, and what they move
+
+    def _controllers(self) -> Controllers:
+        assert self.cluster.controllers is not None, "there are none to be broken"
+        return self.cluster.controllers
+
+    def _heal_controllers(self) -> None:
+        if self.cluster.controllers is not None:
+            for name in self.cluster.controllers.names:
+                self.cluster.host(name).resume()
+                self.cluster.start(name)
+
+    def _some_controller(self) -> str:
+        return self.draw.choice(self._controllers().names)
+
+    def _controller_kill(self) -> str:
+        name = self._some_controller()
+        self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return name
+
+    def _controllers_kill(self) -> str:
+        for name in self._controllers().names:
+            self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return "all of them"
+
+    def _controller_pause(self) -> str:
+        """For longer than its lease, now and then."""
+        host = self.cluster.host(self._some_controller())
+        host.pause()
+        pause_s = self.draw.uniform(0.1, self.draw.choice((self.plan.fault_for_s, 12.0)))
+        self.cluster.world.after(pause_s, self._unless_over(host.resume))
+        return f"{host.name} for {pause_s:.1f} s"
+
+    def _controller_cut(self) -> str:
+        """From everybody, from the other controllers, or from some shards."""
+        name = self._some_controller()
+        others, shards = self._controllers().names, self.cluster.names
+        far = self.draw.choice(([*others, *shards], others, self.draw.some(shards, len(shards) // 2 + 1)))
+        self._cut_for_a_while(isolate(name, far))
+        return f"{name} from {far}"
+
+    def _controller_disk(self) -> str:
+        """Of a minority at a time."""
+        name, controllers = self._some_controller(), self._controllers()
+        if len(controllers.lost_voters() | {name}) > (len(controllers.names) - 1) // 2:
+            return "nobody"
+        self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        controllers.lose(name)
+        return name
+
+    def _controllers_disks(self) -> str:
+        """All at once: the metadata is lost.  Of three, what two lose is lost, and the third does not know
+        it: nobody may lose that."""
+        names = self._controllers().names
+        for name in names:
+            self.cluster.kill(name)
+        self._controllers().lose_all()
+        for name in names:
+            self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return "all of them"
+
+    def _some_mover(self) -> str:
+        """A shard that a move under way is about, or any."""
+        moving = self.cluster.map.transition
+        if moving is None:
+            return self._some_node()
+        before = {node.node for node in self.cluster.map.shards}
+        after = {node.node for node in moving.shards}
+        return self.draw.choice(sorted(before ^ after) or sorted(before))
+
+    def _mover_kill(self) -> str:
+        name = self._some_mover()
+        self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
+        return name
+
+    def _mover_pause(self) -> str:
+        host = self.cluster.host(self._some_mover())
+        host.pause()
+        self._later(host.resume)
+        return host.name
+
+    def _mover_cut(self) -> str:
+        name = self._some_mover()
+        self._cut_for_a_while(isolate(name, [*self.cluster.names, *self._controllers().names]))
+        return name
+
+    # -- orders
+
+    def _wait_for_order(self) -> None:
+        self.cluster.world.after(self.draw.uniform(0.0, 2 * self.plan.order_every_s), self._act_as_operator)
+
+    def _act_as_operator(self) -> None:
+        if not self._over and self.cluster.world.now < self.plan.active_s:
+            order = self.draw.choice(self.plan.orders)
+            self.cluster.note(f"order {order}: {getattr(self, '_order_' + order)()}")
+            self._wait_for_order()
+
+    def _running(self) -> list[str]:
+        return sorted(self._controllers().wanted)
+
+    def _order_grow(self) -> str:
+        return self._operator.order(
+            ScaleOrder(min(len(self._running()) + 1, self.plan.shards + EXTRA_SHARDS))
+        )
+
+    def _order_shrink(self) -> str:
+        return self._operator.order(ScaleOrder(max(self.plan.replicas, len(self._running()) - 1)))
+
+    def _order_drain(self) -> str:
+        if len(self._running()) <= self.plan.replicas:
+            return "nobody"
+        return self._operator.order(DrainOrder(self.draw.choice(self._running())))
+
+    def _order_range(self) -> str:
+        first = self.draw.bits()
+        last = min(first + (self.draw.bits() >> self.draw.between(1, 4)), (1 << 64) - 1)
+        return self._operator.order(MoveOrder(first, last, self.draw.choice(self._running())))
+
+    def _order_cancel(self) -> str:
+        return self._operator.cancel()

@@ -17,6 +17,14 @@ FAULTS = (
 )  # fmt: skip
 """What a nemesis can do; see ``kvcomm.chaos.nemesis``."""
 
+CONTROLLER_FAULTS = (
+    "controller_kill", "controllers_kill", "controller_pause", "controller_cut", "controller_disk",
+    "controllers_disks",    "mover_kill", "mover_pause", "mover_cut",
+)  # fmt: skip
+"""And where there are controllers."""
+ORDERS = ("grow", "shrink", "drain", "range", "cancel")
+"""What an operator can order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -72,6 +80,11 @@ class Plan:
     repair_interval_s: float | None = None
     """Between two comparisons with a neighbour, and half of what a scrub takes; ``None`` = no hints, no
     comparisons, no scrub."""
+    controllers: int = 0
+    """Controllers that hand out the maps and move records; 0 = the nemesis makes the maps."""
+    orders: tuple[str, ...] = ()
+    """What operators order, drawn from these."""
+    order_every_s: float = 4.0
     wall_interval_s: float = 5.0
     """How often a shard looks at its wall clock."""
 

@@ -10,6 +10,7 @@ from kvcomm.chaos.cluster import CLIENT_TENANT, Cluster, Parts
 from kvcomm.chaos.eventual import Ending, Replica, check_converged
 from kvcomm.chaos.history import Began, History
 from kvcomm.chaos.liveness import Core, check_liveness
+from kvcomm.chaos.moves import check_moves
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import UNDECIDED, MixedWorkload
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FOUNDED_WITHIN_S = 60.0
 RESTARTED_WITHIN_S = 4.0
+LED_WITHIN_S = 20.0
+"""When the controllers lost power, too: until another leader has the lease, and shards their map."""
 LOOKED_WITHIN_S = 300.0
 
 
@@ -120,6 +123,7 @@ def _settle(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
     """Let everything that was begun come to its end, look at what is left, and judge."""
     plan, world = cluster.plan, cluster.world
     world.run(world.now + plan.quiet_s)
+    moved = check_moves(cluster) if cluster.controllers is not None else []
     quiet = ending(cluster, nemesis)
     work.finish()
     _until_looked(cluster, work)
@@ -130,10 +134,10 @@ def _settle(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
     last = ending(cluster, nemesis)
     if plan.strong_percent:
         cluster.power_cut()
-        world.run(world.now + RESTARTED_WITHIN_S)
+        world.run(world.now + (LED_WITHIN_S if cluster.controllers is not None else RESTARTED_WITHIN_S))
         work.look_again()
         _until_looked(cluster, work)
-    violations = cluster.violations + work.workload.check(cluster.history, last)
+    violations = cluster.violations + moved + work.workload.check(cluster.history, last)
     return violations + (check_converged(quiet) if plan.repair_interval_s is not None else [])
 
 
@@ -151,11 +155,11 @@ def ending(cluster: Cluster, nemesis: Nemesis) -> Ending:
 
     tenant = cluster.credentials.tenant_digest(CLIENT_TENANT)
     records: dict[str, dict[str, Replica]] = {}
-    for name in cluster.names:
+    place = Ring.from_map(cluster.map)
+    for name in place.names if cluster.controllers is not None else cluster.names:
         for key, state in cluster.disks[name].states().items():
             records.setdefault(key.removeprefix(tenant).decode(), {})[name] = _replica(state)
-    ring = Ring.from_map(cluster.map)
-    owners = {key: ring.replicas(key.encode()) for key in records}
+    owners = {key: place.replicas(key.encode()) for key in records}
     return Ending(records, nemesis.intact, owners)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvcomm.chaos.disk import Fsync
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.network import Weather
-from kvcomm.chaos.plan import FAULTS, Mode, Plan
+from kvcomm.chaos.plan import CONTROLLER_FAULTS, FAULTS, ORDERS, Mode, Plan
 
 HASTY_S = 0.05
 """Where a hop with its sync takes less, short time-outs are enough."""
@@ -34,6 +34,8 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
+CONTROLLED = 0.0
+"""Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
 is frequent."""
@@ -90,10 +92,32 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
+    plan = _with_controllers(plan, Draw(seed).fork("moves")) if mode == "safety" else plan
     slowest_s = plan.weather.delay_s[1] + plan.commit_s[1] + plan.turn_s + plan.load_s
     if slowest_s > PATIENT_S:
         return replace(plan, request_timeout_s=4.5, ask_timeout_s=6.0, operation_timeout_s=18.0, quiet_s=20.0)
     return _hasty(plan) if slowest_s < HASTY_S and strong.chance(0.6) else plan
+
+
+def _with_controllers(plan: Plan, draw: Draw) -> Plan:
+    """In most worlds controllers make the maps, and operators have them move records.  Then shards repair: a
+    move is a comparison."""
+    if not draw.chance(CONTROLLED):
+        return plan
+    shards = max(plan.shards, plan.replicas)
+    orders = draw.some(ORDERS, draw.between(1, len(ORDERS)))
+    return replace(
+        plan,
+        shards=shards,
+        controllers=draw.weighted(((1, 1), (3, 3))),
+        orders=(*orders, draw.choice(("grow", "shrink", "drain"))),
+        order_every_s=draw.choice((1.5, 4.0, 4.0)),
+        repair_interval_s=1.0,
+        faults=(
+            *plan.faults,
+            *draw.some(CONTROLLER_FAULTS, draw.between(0, 5) if plan.faults else 0),
+        ),
+    )
 
 
 def _hasty(plan: Plan) -> Plan:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcomm.chaos.disk import Disk
@@ -47,6 +47,10 @@ _FENCED = (
 """Requests of an epoch."""
 
 
+Place = frozenset[frozenset[str]]
+"""The groups of which a write needs a quorum each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """A broken promise."""
@@ -64,6 +68,8 @@ class Watch:
     majority: disks that an acknowledged strong change is on.
     floor: what a node's disk promises for every strong record that it does not have.
     now: seconds of the simulation.
+    places: (node, key, epoch) -> where the key was kept from that epoch to the node's present one, in order;
+        ``None`` = it is not said, and any disks will do.
     """
 
     def __init__(
@@ -74,10 +80,12 @@ class Watch:
         majority: int,
         floor: Callable[[str], bytes],
         now: Callable[[], float],
+        places: Callable[[str, bytes, int], Sequence[Place]] | None = None,
     ) -> None:
         self.violations: list[Violation] = []
         self._disks, self._strong_disks = disks, strong_disks
         self._need, self._majority, self._floor, self._now = need, majority, floor, now
+        self._places = places
         self._accepted: dict[tuple[bytes, bytes], tuple[StrongRegister, str]] = {}
         self._written: dict[tuple[bytes, str, int], tuple[int, bytes | None]] = {}
         self._dots: dict[tuple[bytes, bytes], tuple[str, int]] = {}
@@ -103,10 +111,11 @@ class Watch:
             )
             for write, version in zip(request.writes, versions, strict=True):
                 if version is not None:
-                    self._check_held(node, tenant + write.key, version.replica, version.counter)
+                    self._check_held(node, tenant + write.key, version.replica, version.counter, epoch)
         if isinstance(request, RecordReplicate) and isinstance(answer, Done):
             for key, state in zip(request.keys, request.states, strict=True):
                 self._check_merged(node, key, state)
+                self._check_placed(node, key, request.epoch)
 
     def _check_vote(self, node: str, request: StrongPrepare | StrongAccept, answer: Message) -> None:
         """A vote that a crash takes back lets two proposers both succeed.  A record may be removed in the
@@ -164,17 +173,39 @@ class Watch:
     def unanswered(self, node: str, message: Message, age_s: float) -> None:
         self.report("answers", f"{node} has not answered {type(message).__name__} for {age_s:.1f} s")
 
-    def _check_held(self, node: str, key: bytes, replica: str, counter: int) -> None:
+    def _check_held(self, node: str, key: bytes, replica: str, counter: int, epoch: int) -> None:
         holders = [
             name
             for name, disk in sorted(self._disks.items())
             if any(state.context.get(replica, 0) >= counter for state in disk.held(key))
         ]
-        if len(holders) < self._need or node not in holders:
+        if self._places is not None and node in holders:
+            places = self._places(node, key, epoch)
+            if any(all(self._met(group, holders) for group in place) for place in places):
+                return
+            self.report(
+                "durability",
+                f"{node} acknowledged ({replica}, {counter}) of {key!r}, which is on {holders} only, "
+                f"not on {self._need} of each of {places[-1:]}",
+            )
+        elif len(holders) < self._need or node not in holders:
             self.report(
                 "durability",
                 f"{node} acknowledged ({replica}, {counter}) of {key!r}, which is on {holders} only, "
                 f"not on {self._need} disks with its own",
+            )
+
+    def _met(self, group: Collection[str], holders: Sequence[str]) -> bool:
+        return sum(node in holders for node in group) >= min(self._need, len(group))
+
+    def _check_placed(self, node: str, key: bytes, epoch: int) -> None:
+        """Who acknowledges has not learned meanwhile that the record has other owners: the coordinator would
+        count a copy that its own map does not."""
+        places = [] if self._places is None else self._places(node, key, epoch)
+        if len(places) > 1 and places[0] != places[-1]:
+            self.report(
+                "placement",
+                f"{node} acknowledged {key!r} to epoch {epoch}, and has another map by now: {places}",
             )
 
     def _check_merged(self, node: str, key: bytes, state: RecordState) -> None:

@@ -134,6 +134,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
+                process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
+                process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
 
             backend = ShardBackend(process, store, running, disk)
             work = process.announce(backend, running.addresses, "", refresh)

@@ -133,7 +133,7 @@ class Sharing:
             here += zip(archived.blocks, chain.archived[span], strict=bool(archived.blocks))
         record = _record(agent, name)
         with _holding(engine.pool, [block for block, _ in here]):
-            (before,) = yield from self._operations.state().get([record])
+            (before,) = yield from self._operations.state().get([record], fresh=True)
             if not replaces and not all(context.extends(head) for head in _contexts(before)):
                 raise Conflict(
                     f"stream {name!r} of agent {agent!r} is not a past of this session: publish under "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import cast
+from typing import Literal, cast
 
 from kvcomm.block import BlockKey, Incarnation
 from kvcomm.blockstore import DepotState, DepotUsage, StoreUsage
@@ -23,6 +23,8 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingMap,
     RingNode,
+    RingRange,
+    RingTransition,
     Sibling,
 )
 
@@ -40,7 +42,7 @@ class NodeStatus:
 
     node: str
     role: str
-    """``pool`` or ``shard``."""
+    """``pool``, ``shard`` or ``controller``."""
     instance: str
     version: str
     """Of the software."""
@@ -128,6 +130,8 @@ def ring_to_pb(ring: RingMap | None) -> pb.Ring:
         block_copies=ring.block_copies,
         shards=[_node_to_pb(node) for node in ring.shards],
         pools=[_node_to_pb(node) for node in ring.pools],
+        ranges=[_range_to_pb(each) for each in ring.ranges],
+        transition=_transition_to_pb(ring.transition) if ring.transition else None,
     )
 
 
@@ -140,9 +144,15 @@ def ring_from_pb(ring: pb.Ring) -> RingMap | None:
             f"ring epoch {ring.epoch}: quorums {ring.write_quorum} and {ring.read_quorum} "
             f"do not fit {ring.replicas} replicas"
         )
-    names = [node.node for node in (*ring.shards, *ring.pools)]
-    if not all(names) or len(set(names)) != len(names):
-        raise RequestError(f"ring epoch {ring.epoch}: nodes need different, non-empty names")
+    placements = [ring.shards]
+    if ring.HasField("transition"):
+        placements.append(ring.transition.shards)
+        if ring.transition.stage not in ("copy", "serve"):
+            raise RequestError(f"ring epoch {ring.epoch}: no stage {ring.transition.stage!r}")
+    for shards in placements:
+        names = [node.node for node in (*shards, *ring.pools)]
+        if not all(names) or len(set(names)) != len(names):
+            raise RequestError(f"ring epoch {ring.epoch}: nodes need different, non-empty names")
     return RingMap(
         epoch=ring.epoch,
         replicas=ring.replicas,
@@ -151,6 +161,8 @@ def ring_from_pb(ring: pb.Ring) -> RingMap | None:
         block_copies=ring.block_copies,
         shards=[_node_from_pb(node) for node in ring.shards],
         pools=[_node_from_pb(node) for node in ring.pools],
+        ranges=[_range_from_pb(each) for each in ring.ranges],
+        transition=_transition_from_pb(ring.transition) if ring.HasField("transition") else None,
     )
 
 
@@ -173,6 +185,30 @@ def _node_from_pb(node: pb.Node) -> RingNode:
         control=node.control,
         rack=node.rack,
         weight=node.weight,
+    )
+
+
+def _range_to_pb(given: RingRange) -> pb.Range:
+    return pb.Range(first=given.first, last=given.last, node=given.node)
+
+
+def _range_from_pb(given: pb.Range) -> RingRange:
+    return RingRange(given.first, given.last, given.node)
+
+
+def _transition_to_pb(moving: RingTransition) -> pb.Transition:
+    return pb.Transition(
+        stage=moving.stage,
+        shards=[_node_to_pb(node) for node in moving.shards],
+        ranges=[_range_to_pb(each) for each in moving.ranges],
+    )
+
+
+def _transition_from_pb(moving: pb.Transition) -> RingTransition:
+    return RingTransition(
+        cast('Literal["copy", "serve"]', moving.stage),
+        [_node_from_pb(node) for node in moving.shards],
+        [_range_from_pb(each) for each in moving.ranges],
     )
 
 

@@ -97,7 +97,7 @@ class Node(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., control: _Optional[str] = ..., rack: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Ring(_message.Message):
-    __slots__ = ("epoch", "replicas", "write_quorum", "read_quorum", "block_copies", "shards", "pools")
+    __slots__ = ("epoch", "replicas", "write_quorum", "read_quorum", "block_copies", "shards", "pools", "ranges", "transition")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     WRITE_QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,8 @@ class Ring(_message.Message):
     BLOCK_COPIES_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSITION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     replicas: int
     write_quorum: int
@@ -112,7 +114,29 @@ class Ring(_message.Message):
     block_copies: int
     shards: _containers.RepeatedCompositeFieldContainer[Node]
     pools: _containers.RepeatedCompositeFieldContainer[Node]
-    def __init__(self, epoch: _Optional[int] = ..., replicas: _Optional[int] = ..., write_quorum: _Optional[int] = ..., read_quorum: _Optional[int] = ..., block_copies: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    transition: Transition
+    def __init__(self, epoch: _Optional[int] = ..., replicas: _Optional[int] = ..., write_quorum: _Optional[int] = ..., read_quorum: _Optional[int] = ..., block_copies: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., transition: _Optional[_Union[Transition, _Mapping]] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("first", "last", "node")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    node: str
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class Transition(_message.Message):
+    __slots__ = ("stage", "shards", "ranges")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    shards: _containers.RepeatedCompositeFieldContainer[Node]
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, stage: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class GetRingRequest(_message.Message):
     __slots__ = ()

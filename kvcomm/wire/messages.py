@@ -287,6 +287,9 @@ class RecordStates(Message, frozen=True):
     states: Many[RecordState | None]
     degraded: bool = False
     """Fewer replicas answered than the read quorum."""
+    hot: Many[int] = []
+    """Indices of records that so many ask for that the caller may keep the answer for a moment; see
+    ``kvcomm.hotcopies``."""
 
 
 class RecordWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -678,6 +681,85 @@ class ClusterView(Message, frozen=True):
     """Newest first."""
 
 
+# -- hot keys
+# ------------------------------------------------------------------------------------------------------------
+
+HOT_KEYS_MAX = 512
+"""Most keys of one list of a report or order about hot keys."""
+TRAFFIC_AGENTS_MAX = 256
+TRAFFIC_PUBLISHERS_MAX = 64
+
+
+class KeyHeat(msgspec.Struct, frozen=True, array_like=True):
+    """How often one key was asked for; see ``kvcomm.sketch.Counted``."""
+
+    key: bytes
+    count: float
+    error: float = 0.0
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that an agent got from the cache, by who had published them."""
+
+    publisher: int
+    """Incarnation that the blocks' headers name."""
+    blocks: int
+    near_bytes: int
+    """Of payload, from the pools of its rack."""
+    far_bytes: int
+    """From the shards."""
+
+
+class AgentTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """What one agent's process fetched of others' blocks since its last report."""
+
+    agent: int
+    """Its incarnation."""
+    rack: str
+    """Where it runs; empty = it does not say."""
+    fetched: Many[Fetched]
+    """The heaviest, at most :data:`TRAFFIC_PUBLISHERS_MAX`."""
+    name: str = ""
+    """For a person."""
+
+
+class HotReport(Message, frozen=True):
+    """What was asked for most since the last report: of a client to a shard, and of a shard, which has added
+    up those of its clients, to the controllers.  Answered ``Done``."""
+
+    idempotent: ClassVar[bool] = False
+
+    lasted_s: float
+    """Since the last one."""
+    blocks: Many[KeyHeat]
+    """Blocks fetched, from whichever tier; at most :data:`HOT_KEYS_MAX`, as all lists of keys here."""
+    records: Many[KeyHeat]
+    """Eventual records read, from copies too: names from a client, tenant digest and name from a shard."""
+    served: Many[KeyHeat] = []
+    """Of a shard: records that it was asked for itself."""
+    traffic: Many[AgentTraffic] = []
+
+
+class HotRecords(Message, frozen=True):
+    """The leading controller to every shard: answers about these records may be kept for a moment by whoever
+    gets them.  Replaces the last list; answered ``Done``."""
+
+    keys: Many[bytes]
+    """Tenant digest and name."""
+    ttl_s: float
+    """The list is void so long after it came."""
+
+
+class WarmOrder(Message, frozen=True):
+    """The leading controller to a pool: many ask for these blocks, have a copy of each.  Answered ``Done`` at
+    once."""
+
+    keys: Many[bytes]
+    """Hottest first."""
+    rate_bytes: int
+    """A second, at most."""
+
+
 # -- strong records
 # ------------------------------------------------------------------------------------------------------
 
@@ -937,5 +1019,6 @@ MESSAGES: tuple[type[Message], ...] = (
     StrongSettle, StrongSettling, StrongRemove,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
+    HotReport, HotRecords, WarmOrder,
     ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -47,6 +48,8 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingMap,
     RingNode,
+    RingRange,
+    RingTransition,
     Sibling,
 )
 
@@ -222,6 +225,20 @@ def test_the_ring_is_handed_over_and_only_goes_forward(node: Node, client: Contr
     with pytest.raises(Conflict, match="epoch 4 stands"):
         client.set_ring(ring(3))
     assert client.ring() == ring(4)
+
+
+def test_a_ring_on_the_move_crosses_the_control_wire_whole(client: ControlClient) -> None:
+    shards = [*ring(1).shards, RingNode("shard-1", "tcp://127.0.0.1:9", "", "", "rack-a", 1)]
+    moving = RingTransition("serve", shards, [RingRange(1 << 63, (1 << 64) - 1, "shard-1")])
+    plain = ring(5)
+    client.set_ring(plain)
+    assert client.ring() == plain
+    whole = msgspec.structs.replace(ring(6), ranges=[RingRange(0, 7, "shard-0")], transition=moving)
+    client.set_ring(whole)
+    assert client.ring() == whole
+    odd = msgspec.structs.replace(whole, epoch=7, transition=msgspec.structs.replace(moving, stage="odd"))
+    with pytest.raises(ValueError, match="no stage 'odd'"):
+        client.set_ring(odd)
 
 
 def test_only_the_clusters_own_processes_set_the_ring(node: Node) -> None:

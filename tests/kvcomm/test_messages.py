@@ -8,6 +8,7 @@ from kvcomm.wire.frames import FrameReader, encode_frame
 from kvcomm.wire.messages import (
     ITEMS_MAX,
     MESSAGES,
+    AgentTraffic,
     BlockCopies,
     BlockGet,
     BlockItem,
@@ -16,10 +17,14 @@ from kvcomm.wire.messages import (
     BlockReserve,
     BlockReserved,
     Failure,
+    Fetched,
     Grant,
     Heartbeat,
     HeartbeatAnswer,
     Hello,
+    HotRecords,
+    HotReport,
+    KeyHeat,
     LeafRecords,
     Message,
     NodePlan,
@@ -53,6 +58,7 @@ from kvcomm.wire.messages import (
     TreeDigests,
     TreeGet,
     Want,
+    WarmOrder,
     Welcome,
 )
 
@@ -94,6 +100,16 @@ EXAMPLES: list[Message] = [
         split=SplitReport(3.0, 1, 2, 1, 1, -1.0),
     ),
     HeartbeatAnswer("controller-0", 5, plan=[NodePlan("n1", "shard", "rack-a")]),
+    HotReport(
+        2.0,
+        [KeyHeat(b"k" * 32, 12.5, 0.5)],
+        [KeyHeat(b"state/n/k", 3.0)],
+        [KeyHeat(b"t" * 16 + b"state/n/k", 2.0)],
+        [AgentTraffic(7, "rack-a", [Fetched(9, 2, 4096, 0)], "planner")],
+    ),
+    HotRecords([b"t" * 16 + b"state/n/k"], 6.0),
+    WarmOrder([b"k" * 32], 1 << 20),
+    RecordStates([RecordState({"a": 1}, [])], False, [0]),
     OrderAnswer(3, [PlannedMove("n2 joins", 0.25, 10, 100, 1, 1000, 0.5)]),
     StrongChange(1, [StrongOrder(b"k", "cas", b"version", b"v"), StrongOrder(b"k", "delete")]),
     StrongOutcomes([StrongOutcome("", b"version", None), StrongOutcome("conflict", b"", b"v", "text")]),
@@ -158,6 +174,7 @@ def test_what_adds_up_must_not_be_repeated() -> None:
         "RecordPut",
         "StrongChange",
         "ChannelOpen",
+        "HotReport",
     ]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcomm import stateplane
 from kvcomm.errors import Conflict, Corrupt, PartlyDone, TooLarge, WriteOutcome, batch_error
+from kvcomm.hotcopies import HotCopies
 from kvcomm.manifest import Manifest
 from kvcomm.metrics import Metrics
 from kvcomm.stateplane import Context, StatePlane, StateValue, record_name, record_path
@@ -263,3 +264,62 @@ def test_what_was_done_of_a_batch_is_remembered_and_told_by_the_callers_keys() -
     for outcome in ("ok", "failed"):
         series = metrics.counter("kvcomm_record_operations_total", operation="put", outcome=outcome)
         assert series.value == (2 if outcome == "ok" else 1)
+
+
+# -- copies of hot records -----------------------------------------------------------------------------------
+
+
+class Moving:
+    now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def hot_plane(records: FakeRecords, clock: Moving) -> StatePlane:
+    tally = Tally(Metrics("client"), clock=lambda: 0.0)
+    return StatePlane(records, tally, copies=HotCopies(1.0), clock=clock)
+
+
+def test_a_hot_record_is_asked_for_once_a_second() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False, hot=True)})
+    clock = Moving()
+    state = hot_plane(records, clock)
+    for _ in range(3):
+        assert run(state.get([b"n", b"m"]))[0].value == b"v"
+    assert [len(each) for each in records.asked] == [2, 1, 1], "the other one is not hot"
+    run(state.get([b"n"], fresh=True))
+    assert len(records.asked) == 4
+    clock.now += 1.1
+    run(state.get([b"n"]))
+    assert len(records.asked) == 5
+
+
+def test_a_copy_never_hides_the_own_write() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"v",), {"x": 4}, False, hot=True)})
+    clock = Moving()
+    state = hot_plane(records, clock)
+    run(state.get([b"n"]))
+    run(state.put([(b"n", b"mine", None)]))
+    records.answers[b"n"] = RecordAnswer((b"mine",), {"x": 4, "a": 1}, False, hot=True)
+    assert run(state.get([b"n"]))[0].value == b"mine"
+    assert records.written[0].context == {"x": 4}
+
+
+def test_a_copy_that_is_behind_what_another_read_showed_is_not_shown() -> None:
+    records = FakeRecords({b"n": RecordAnswer((b"old",), {"x": 4}, False, hot=True)})
+    state = hot_plane(records, Moving())
+    run(state.get([b"n"]))
+    records.answers[b"n"] = RecordAnswer((b"new",), {"x": 5}, False)
+    run(state.get([b"n"], fresh=True))
+    assert run(state.get([b"n"]))[0].value == b"new"
+
+
+def test_a_context_to_be_extended_is_never_a_copy() -> None:
+    records = FakeRecords({b"n": RecordAnswer((), {"x": 4}, False, hot=True)})
+    state = hot_plane(records, Moving())
+    run(state.manifest(b"n"))
+    run(state.manifest(b"n"))
+    assert len(records.asked) == 1
+    run(state.manifest(b"n", fresh=True))
+    assert len(records.asked) == 2

@@ -311,7 +311,7 @@ def test_nothing_of_blocks_is_done_under_an_earlier_ring_epoch(message: Message)
     bench = Bench()
     bench.on(RingChanged(ring_map("abc", epoch=OLD + 1)))
     nothing: Any = _NoBlocks()
-    service = ShardService(bench.shard, nothing, nothing, nothing)
+    service = ShardService(bench.shard, nothing, nothing, nothing, nothing, nothing)
     for begin in (
         lambda: service.sink(origin(), message, 1_000),
         lambda: service.handle(origin(), message, [], nothing),

@@ -216,7 +216,6 @@ def test_a_transition_reads_one_placement_and_keeps_both(
     ring = Ring(moving(before, after, stage))
     read, other = (before, after) if stage == "copy" else (after, before)
     neighbours = {name: set(ring.neighbours(name)) for name in ring.names}
-    gains = {name for name in ring.names if ring.gains(name)}
     for key in KEYS[:6]:
         groups = [oracle(read, key, 3), oracle(other, key, 3)]
         assert ring.replicas(key) == groups[0]
@@ -267,3 +266,25 @@ def test_impossible_ranges_are_refused(ranges: list[RingRange]) -> None:
     transition = RingTransition("copy", cluster(3), ranges)
     with pytest.raises(RingError, match="range"):
         Ring(msgspec.structs.replace(ring_map(cluster(3)), transition=transition))
+
+
+@settings(max_examples=8)
+@given(shard_lists, shard_lists, st.integers(1, 3), st.data())
+def test_covers_says_whether_a_write_could_be_met_without_them(now, then, replicas, data):
+    """Against the definition: look for a write quorum of some key's owners that has none of the nodes."""
+    quorum = data.draw(st.integers(1, replicas))
+    stable = RingMap(1, replicas, quorum, 1, 1, now, [])
+    moving = msgspec.structs.replace(stable, transition=RingTransition("copy", then, []))
+    names = sorted({node.node for node in (*now, *then)})
+    nodes = data.draw(st.sets(st.sampled_from(names)))
+    for ring_map in (stable, moving):
+        ring = Ring.from_map(ring_map)
+        owners = [group for key in KEYS[:300] for group in ring.write_groups(key)]
+        met = any(len(set(group) - nodes) >= min(quorum, len(group)) for group in owners)
+        if ring.covers(nodes):
+            assert not met
+        else:
+            everywhere = {group for pair in ring._pairs(replicas) for group in pair}
+            assert any(len(set(group) - nodes) >= min(quorum, len(group)) for group in everywhere)
+        assert ring.covers(names)
+        assert not ring.covers([])
