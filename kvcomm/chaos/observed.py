@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Final, Literal
 
 import msgspec
@@ -158,7 +159,7 @@ def bins_of(
     calls: Collection[Call], begin: float, end: float, width_s: float
 ) -> dict[tuple[str, CallKind], list[dict[CallState, int]]]:
     """Answers by host and kind, in bins of ``width_s``, each where it was heard."""
-    count = max(1, round((end - begin) / width_s + 0.5))
+    count = max(1, ceil((end - begin) / width_s))
     found: dict[tuple[str, CallKind], list[dict[CallState, int]]] = {}
     for call in calls:
         if call.end is None or not begin <= call.end < begin + count * width_s:
