@@ -444,6 +444,23 @@ class ClusterConfig:
         "after it lost its memory or the ring changed. Only room that nobody uses is filled. Higher: fewer "
         "copies for a shorter time, but readers share the network with it. `0`: never.",
     )  # fmt: skip
+    hot_block_rate: int = _setting(
+        "hot_block_rate", _positive_count, 2,
+        "Fetches a second, of all agents together, from which on a block is hot: the pools of all racks are "
+        "told to have it. It stops to be at half of that. Lower: more blocks are brought to racks that may "
+        "not need them.",
+    )  # fmt: skip
+    hot_record_rate: int = _setting(
+        "hot_record_rate", _positive_count, 50,
+        "Reads a second, of all agents together, from which on a record is hot: agents may then keep its "
+        "answer for `cache.hot_record_age`. It stops to be at half of that. Lower: less load on shards, "
+        "more answers that are a moment old.",
+    )  # fmt: skip
+    warm_rate_bytes: int = _setting(
+        "warm_rate", _bytes, "32MB",
+        "Bytes a second that each pool fetches of hot blocks, at most; such copies take at most an eighth of "
+        "it, and the place of blocks that were not read lately. `0`: pools are told of none.",
+    )  # fmt: skip
     repair_interval_s: float = _setting(
         "repair_interval", _positive_seconds, "60s",
         "How often each shard compares its records with those of each other shard that keeps them, without "

@@ -70,7 +70,7 @@ class Routes:
     ) -> None:
         self.allocate = allocate
         self.ring = Ring.from_map(ring_map)
-        self._shards = {shard.node: shard for shard in ring_map.shards}
+        self._shards = _shards_of(self.ring)
         self.counts = L3Counts()
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
@@ -192,9 +192,13 @@ class Routes:
             ring_map = decode_map(detail)
             if ring_map.epoch > self.ring.epoch:
                 ring = Ring.from_map(ring_map)
-                now = {shard.node: shard for shard in ring_map.shards}
-                self._shards = {shard.node: shard for shard in self.ring.to_map().shards} | now
+                self._shards = _shards_of(self.ring) | _shards_of(ring)
                 self.ring = ring
         except (Corrupt, RingError):
             return False
         return True
+
+
+def _shards_of(ring: Ring) -> dict[str, RingNode]:
+    """Of both placements, while keys move."""
+    return {name: ring.shard(name) for name in ring.names}

@@ -35,6 +35,7 @@ from kvcomm.wire.messages import (
     RecordGet,
     RingMap,
     RingNode,
+    ShardMove,
 )
 from l3_shard.marking import Marking
 from l3_shard.process import RecordOptions, RecordProcess
@@ -83,6 +84,8 @@ class RunningShard:
     strong_counts: Callable[[], StrongCounts]
     refill_counts: Callable[[], RefillCounts]
     scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
+    move_status: Callable[[], ShardMove]
+    """How far it is with a transition."""
     damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
     """Of the blocks."""
@@ -242,6 +245,7 @@ class _Process:
             strong_counts=machine.strong_counts,
             refill_counts=lambda: self._refilling.counts,
             scrub_counts=records.scrub_counts,
+            move_status=machine.move_status,
             damaged_now=machine.damaged_now,
             usage=self._blocks.usage,
             story=machine.story,

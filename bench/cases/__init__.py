@@ -18,6 +18,7 @@ CASES = (
     "repair",
     "prefill",
     "streams",
+    "hotkeys",
     "affinity",
     "footprint",
 )

@@ -479,7 +479,7 @@ class Cluster:
         """Where a client calls shards.  Any owner may coordinate; if the plan says so, each client has
         another one take the first owner's part, and proposers of one record meet."""
         names = self.names
-        if not self.plan.spread or self.plan.copies < len(names):
+        if not self.plan.spread or self.plan.copies < len(names) or self.plan.controllers:
             return lambda shard: shard.address
         turned = {name: names[(at + index) % len(names)] for at, name in enumerate(names)}
         return lambda shard: f"tcp://{turned[shard.node]}:1"

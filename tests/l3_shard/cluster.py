@@ -120,8 +120,10 @@ class Cluster:
         limits: ShardLimits | None = None,
         make: Callable[..., Shard] = Shard,
         repair: RepairOptions | None = None,
+        members: str | None = None,
         **quorums: int,
     ) -> None:
+        """``members``: those of ``names`` that are in the first map; else all."""
         self.repair = repair
         self.away: set[str] = set()
         """Nodes that no message reaches or leaves."""
@@ -132,7 +134,7 @@ class Cluster:
         self.draw = random.Random(seed)
         self.names = names
         self.faults = faults or Faults()
-        self.map = ring_map(names, **quorums)
+        self.map = ring_map(members or names, **quorums)
         self._ring = Ring.from_map(self.map)  # every epoch places alike
         self.now = 0.0
         self._order = count()
@@ -199,6 +201,11 @@ class Cluster:
         for node in self.names:
             event, life = RingChanged(self.map), self._lives[node]
             self.after(self.draw.uniform(0, spread_s), partial(self._deliver, node, life, event))
+
+    def offer(self, ring_map: RingMap, nodes: Iterable[str] | None = None) -> None:
+        """Every node, or each of ``nodes``, hears of a map now."""
+        for node in self.shards if nodes is None else nodes:
+            self._deliver(node, self._lives[node], RingChanged(ring_map))
 
     def lose(self, node: str) -> None:
         """Restart with an empty disk."""
