@@ -153,7 +153,8 @@ class RecordProcess:
         return self.machine.ring.epoch
 
     def ring(self) -> RingMap:
-        return self.machine.ring.to_map()
+        """The newest map that the machine works by for good, whatever happens to this process."""
+        return self.machine.taken.to_map()
 
     def adopt(self, ring_map: RingMap) -> int:
         """Offer a map; the epoch that the machine works by afterwards."""
@@ -213,12 +214,13 @@ class _RingWatch(Machine):
 
     def __init__(self, machine: Shard, changed: Callable[[], None]) -> None:
         self._machine, self._changed = machine, changed
-        self._ring: Ring = machine.ring
+        self._rings: tuple[Ring, Ring] = (machine.ring, machine.taken)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects = self._machine.handle(event, now)
-        if self._machine.ring is not self._ring:
-            self._ring = self._machine.ring
+        rings = (self._machine.ring, self._machine.taken)
+        if rings[0] is not self._rings[0] or rings[1] is not self._rings[1]:
+            self._rings = rings
             self._changed()
         return effects
 

@@ -136,6 +136,8 @@ class Repair:
         last_counter: the largest counter of our own replica id in some states.
         caught_up: hears that :attr:`caught_up` or :attr:`ready` has become true.
         recover: asks the other replicas again for what is damaged here.
+        taken: calls back once the newest ring is one that we cannot fall back behind any more: only then is
+            it true that we acknowledge nothing under an older one, which whoever compares counts on.
         recovery: hears what neighbours that were silent and we have told each other.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
@@ -156,6 +158,7 @@ class Repair:
         last_counter: Callable[[Sequence[RecordState]], int],
         caught_up: Callable[[], None],
         recover: Callable[[], None],
+        taken: Callable[[Callable[[], None]], None],
         recovery: Recovery,
         stored: Mapping[bytes, bytes],
     ) -> None:
@@ -169,6 +172,7 @@ class Repair:
         self._ring, self._keepers, self._wall_ms, self._refused = ring, keepers, wall_ms, refused
         self._durable_floor = self.floor
         self._last_counter, self._tell_caught_up, self._recover = last_counter, caught_up, recover
+        self._taken = taken
         self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
         self._removed_count = 0
@@ -494,7 +498,7 @@ class Repair:
         if message.depth:
             answer(True)
         else:
-            self.forest.settle(answer)
+            self._taken(lambda: self.forest.settle(answer))
 
     def leaf_get(self, origin: Origin, message: LeafGet) -> None:
         """Answer with the records of as many leaves as fit.

@@ -23,6 +23,11 @@ moved (``l3_shard.ring``).  Any of them may coordinate::
   alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).  Replication under a
   newer epoch is accepted for records that we keep by our own map; for others the coordinator is told how far
   we are, and hands us its map.
+* **A map is kept.**  What a shard has said under a map it may not unsay under an older one, so the newest is
+noted on
+  its disk.  It is *taken* (:attr:`Shard.taken`) once it is there; only then the shard tells anybody that it
+  works by it, and compares itself by it.  A shard that starts goes on with the map that it had, after it has
+  asked the others whether there is a newer one (``l3_shard.recheck``).
 * **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
 credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
@@ -40,6 +45,7 @@ when it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -115,6 +121,10 @@ RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
 RECOVER_AT_ONCE = 256
 """Records that are asked for again together."""
+MAP = b"map"
+"""The note with the newest ring map."""
+KEEP_AGAIN_S = 1.0
+"""After a disk had no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +252,7 @@ class Shard:
     Args:
         node: this shard's name in the ring.
         replica: the id of the state in the store (see ``l3_shard.replica``).
-        ring_map: the map to start with; ``node`` need not be in it.
+        ring_map: the map to start with, if ``notes`` hold no newer one; ``node`` need not be in it.
         node_tenant: tenant digest of the cluster's own processes.
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
@@ -272,7 +282,10 @@ class Shard:
     ) -> None:
         self.node = node
         self.replica = replica
-        self.ring = Ring.from_map(ring_map)
+        kept = _kept_map(notes or {})
+        self.ring = Ring.from_map(kept if kept.epoch > ring_map.epoch else ring_map)
+        self._taken = Ring.from_map(kept if repair is not None else ring_map)
+        self._when_taken: list[Callable[[], None]] = []
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
         self._clock = HybridClock()
@@ -316,6 +329,10 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
+        if kept.epoch > ring_map.epoch:
+            self._timers.at(0.0, self._recheck.doubt)
+        if repair is not None and self.ring.epoch > kept.epoch:
+            self._timers.at(0.0, self._keep_map)
         self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._watch = None if watch is None else self._make_watch(watch)
@@ -341,6 +358,7 @@ class Shard:
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
             recover=self._recover_again,
+            taken=self._once_taken,
             recovery=self._recovery,
             stored=notes,
         )
@@ -677,10 +695,18 @@ class Shard:
         return self._place(key).ours
 
     def _offered(self, origin: Origin, message: RingOffer) -> None:
+        """Answered once the map is on the disk: who offers it counts on our never going back."""
         if origin.tenant != self._node_tenant:
             raise Refused("maps of the ring are taken from the cluster's own nodes only")
         self._adopt(message.ring)
-        self._desk.reply(origin, RingTaken(self.ring.epoch))
+        request = self._desk.open(origin, 1)
+
+        def answer() -> None:
+            if request.open:
+                self._desk.close(request, RingTaken(self._taken.epoch))
+
+        request.expire = answer
+        self._once_taken(answer)
 
     def _fetch(self, origin: Origin, message: RecordFetch) -> None:
         self._check_peer(origin, message.epoch, message.keys)
@@ -948,6 +974,7 @@ class Shard:
         else:
             self._plans.clear()
             self._places.clear()
+            self._keep_map()
             if self._background is not None:
                 self._background.placed()
             if self._watch is not None:
@@ -971,6 +998,37 @@ class Shard:
     def _returned(self, node: str, silent_since: float) -> None:
         if self._background is not None:
             self._background.returned(node, self._desk.now - silent_since)
+
+    @property
+    def taken(self) -> Ring:
+        """The newest ring that we work by, even if we end now and start again."""
+        return self._taken
+
+    def _keep_map(self) -> None:
+        """Note the newest map; again after a while if there was no room."""
+        ring = self.ring
+        if self._background is None:  # nothing is noted
+            self._taken = ring
+            return
+
+        def kept(durable: bool) -> None:
+            if durable:
+                self._taken = max(self._taken, ring, key=lambda each: each.epoch)
+            elif ring is self.ring:
+                self._timers.at(self._desk.now + KEEP_AGAIN_S, self._keep_map)
+            if self._taken.epoch == self.ring.epoch:
+                waiting, self._when_taken = self._when_taken, []
+                for then in waiting:
+                    then()
+
+        self._notes.save(MAP, encode_map(ring.to_map()), kept)
+
+    def _once_taken(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when the newest map is taken."""
+        if self._taken.epoch == self.ring.epoch:
+            then()
+        else:
+            self._when_taken.append(then)
 
     # -- scans
 
@@ -1114,3 +1172,13 @@ def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[byte
                 f"a record name has 1 to {RECORD_KEY_BYTES_MAX} bytes, got {len(key) - prefix_bytes}"
             )
     return keys
+
+
+def _kept_map(notes: Mapping[bytes, bytes]) -> RingMap:
+    """The newest that an earlier life took."""
+    with suppress(Corrupt, RingError):  # it rotted: others know newer ones
+        if MAP in notes:
+            ring_map = decode_map(notes[MAP])
+            Ring.from_map(ring_map)
+            return ring_map
+    return NO_RING
