@@ -108,6 +108,7 @@ class PeerWatch:
 
     Args:
         silenced: hears who has fallen silent.
+        gone: hears which silent peer is in the ring no more.
         returned: hears who answers again, and since when it had been silent.
     """
 
@@ -120,11 +121,12 @@ class PeerWatch:
         *,
         ring: Callable[[], Ring],
         silenced: Callable[[str], None],
+        gone: Callable[[str], None],
         returned: Callable[[str, float], None],
     ) -> None:
         self._node, self._options = node, options
         self._desk, self._timers, self._ring = desk, timers, ring
-        self._silenced, self._returned = silenced, returned
+        self._silenced, self._gone, self._returned = silenced, gone, returned
         self._peers: dict[str, _Peer] = {}
         self._beat_at: float | None = None
         self._beat_number = 0
@@ -159,7 +161,10 @@ class PeerWatch:
         """Whoever is new has just been heard, for all that we know."""
         ring, now = self._ring(), self._desk.now
         others = [name for name in ring.names if name != self._node] if self._node in ring else []
-        self._peers = {name: self._peers.get(name) or _Peer(name, now) for name in others}
+        was, self._peers = self._peers, {name: self._peers.get(name) or _Peer(name, now) for name in others}
+        for name, peer in was.items():
+            if name not in self._peers and peer.silent_since is not None:
+                self._gone(name)
         if self._peers and self._beat_at is None:
             self._counted_at = now
             self._plan(now)

@@ -333,7 +333,7 @@ class Shard:
             self._timers.at(0.0, self._recheck.doubt)
         if repair is not None and self.ring.epoch > kept.epoch:
             self._timers.at(0.0, self._keep_map)
-        self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:], lambda: self._desk.now, self._wall_ms)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
@@ -989,7 +989,8 @@ class Shard:
             self._desk,
             self._timers,
             ring=lambda: self.ring,
-            silenced=self._recovery.gone,
+            silenced=self._recovery.silenced,
+            gone=self._recovery.gone,
             returned=self._returned,
         )
         self._timers.at(0.0, watch.ring_changed)
