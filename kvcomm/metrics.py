@@ -561,6 +561,23 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Comparisons of this shard's blocks with those of all others. `failed`: not with all of them.",
         {"outcome": ("complete", "failed")},
     ),
+    Definition(
+        "kvcomm_shed_blocks_total", "counter", _SHARD,
+        "Blocks that were dropped because the ring gave them to other shards.",
+    ),
+    Definition(
+        "kvcomm_shed_bytes_total", "counter", _SHARD, "Bytes of their copies.",
+    ),
+    Definition(
+        "kvcomm_move_records_left", "gauge", _SHARD,
+        "Records that this shard still has to get or to drop after a change of the ring, about.",
+    ),
+    Definition(
+        "kvcomm_move_blocks_left", "gauge", _SHARD, "The same for blocks.",
+    ),
+    Definition(
+        "kvcomm_move_bytes_left", "gauge", _SHARD, "Bytes of both.",
+    ),
     # a shard's records
     Definition(
         "kvcomm_replication_acks_total", "counter", _SHARD,

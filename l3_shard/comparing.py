@@ -90,6 +90,7 @@ class Comparing:
             went wrong.
         keys_max: records exchanged at once.
         keeps: whether a stored key is ours to keep.
+        merged: hears of each record that changed here, what it was before and after.
     """
 
     def __init__(
@@ -105,12 +106,16 @@ class Comparing:
         *,
         keys_max: int = EXCHANGE_KEYS,
         keeps: Callable[[bytes], bool],
+        merged: Callable[[bytes, RecordState, RecordState], None],
         done: Callable[[Message | None], None],
     ) -> None:
         self.vouched = True
+        self.differing_count = 0
+        """Records in which we differed."""
         self._node, self._me, self._epoch = node, me, epoch
         self._desk, self._lines, self._forest, self._timers = desk, lines, forest, timers
         self._counts, self._keys_max, self._keeps, self._done = counts, keys_max, keeps, done
+        self._merged = merged
         self._descent = Descent(forest.tree(node), NODES_MAX)
         self._leaves: deque[int] = deque()
         self._keys: deque[bytes] = deque()
@@ -213,6 +218,7 @@ class Comparing:
         self._listed_leaves += answer.leaf_count
         self._listed_keys += len(self._keys)
         self._found |= bool(self._keys)
+        self.differing_count += len(self._keys)
         self._next_keys()
 
     # -- exchange
@@ -248,7 +254,7 @@ class Comparing:
 
     def _merge(self, exchange: _Exchange, key: bytes, state: RecordState) -> None:
         try:
-            self._lines.change(key, _Merge(exchange, key, dvv.checked(state), self._keeps))
+            self._lines.change(key, _Merge(exchange, key, dvv.checked(state), self._keeps, self._merged))
         except (Refused, Corrupt) as error:
             exchange.failed(error)
 
@@ -326,21 +332,30 @@ class _Merge:
     """A ``Change``: the other's state into ours."""
 
     def __init__(
-        self, exchange: _Exchange, key: bytes, theirs: RecordState, keeps: Callable[[bytes], bool]
+        self,
+        exchange: _Exchange,
+        key: bytes,
+        theirs: RecordState,
+        keeps: Callable[[bytes], bool],
+        merged: Callable[[bytes, RecordState, RecordState], None],
     ) -> None:
         self._exchange, self._key, self._theirs, self._keeps = exchange, key, theirs, keeps
-        self._learned = False
+        self._tell_merged = merged
+        self._before: RecordState | None = None
+        """What was here, if the other knew more."""
 
     def apply(self, state: RecordState) -> RecordState:
         """The ring may have changed since the record was asked for."""
         if not self._keeps(self._key):
             raise Unavailable("the record has other owners by now")
         merged = dvv.merge(state, self._theirs)
-        self._learned = merged != state
+        self._before = state if merged != state else None
         return merged
 
     def durable(self, state: RecordState) -> None:
-        self._exchange.pulled_count += self._learned
+        if self._before is not None:
+            self._exchange.pulled_count += 1
+            self._tell_merged(self._key, self._before, state)
         if state != self._theirs:
             self._exchange.lacking[self._key] = state
         self._exchange.settled()

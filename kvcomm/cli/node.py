@@ -25,7 +25,15 @@ from kvcomm.metrics import Metrics
 from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
-from kvcomm.wire.messages import BlockItem, Message, RecordStates, RecordVersion, RecordWrite, RingMap
+from kvcomm.wire.messages import (
+    BlockItem,
+    Message,
+    RecordStates,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    ShardMove,
+)
 
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlServer
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.shedding import ShedCounts
     from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
@@ -281,6 +290,15 @@ class NodeProcess:
         self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
         for result, count in refill.rounds.items():
             self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
+
+    def refresh_move(self, move: ShardMove, shed: ShedCounts) -> None:
+        """The same for what the ring gave and took."""
+        metrics = self.metrics
+        metrics.counter("kvcomm_shed_blocks_total").advance_to(shed.blocks)
+        metrics.counter("kvcomm_shed_bytes_total").advance_to(shed.block_bytes)
+        metrics.gauge("kvcomm_move_records_left").set(move.records_left)
+        metrics.gauge("kvcomm_move_blocks_left").set(move.blocks_left)
+        metrics.gauge("kvcomm_move_bytes_left").set(move.bytes_left)
 
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""

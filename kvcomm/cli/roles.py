@@ -179,6 +179,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh_strong(running.strong_counts())
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
+                process.refresh_move(running.move_status(), running.shed_counts())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
                 process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
                 process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
@@ -337,7 +338,10 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
-            cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
+            cluster.move_rate_bytes,
+            cluster.repair_interval_s,
+            settings.network.request_timeout_s,
+            cluster.move_blocks_limit_s,
         ),
         validators=Validators(settings.records.validators),
     )
