@@ -183,6 +183,20 @@ def test_others_follow_it_and_one_of_them_leads_when_it_is_gone() -> None:
     story(tell)
 
 
+def test_a_leader_that_is_heard_of_no_more_is_followed_no_more_even_without_a_majority() -> None:
+    async def tell(world: World) -> None:
+        leader = world.start(world.controller("controller-0"))
+        await world.clock.run(1.0)
+        world.start(world.controller("controller-1"))
+        await world.clock.run(1.0)
+        leader.cancel()
+        world.registers.away = True
+        await world.clock.run(TTL_S + margin_s(TTL_S) + 2.0)
+        assert world.said["controller-1/1"] == [("controller-0", 1), ("", 1)]
+
+    story(tell)
+
+
 def test_who_gives_it_back_makes_nobody_wait() -> None:
     async def tell(world: World) -> None:
         first = world.controller("controller-0")
