@@ -329,6 +329,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             cluster.hint_bytes,
             cluster.hint_age_s,
             cluster.tombstone_age_s,
+            move_rate_bytes=cluster.move_rate_bytes,
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
