@@ -180,6 +180,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
                 process.refresh_move(running.move_status(), running.shed_counts())
+                process.refresh_watch(running.watch())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
                 process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
                 process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
@@ -315,6 +316,7 @@ def _publish(instance: Instance, ring: RingMap) -> None:
 def _shard_options(process: NodeProcess) -> ShardOptions:
     from kvcomm.validators import Validators
     from l3_shard.desk import ShardLimits, strong_wait_s
+    from l3_shard.peers import WatchOptions
     from l3_shard.refilling import RefillOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.scrub import ScrubOptions
@@ -335,6 +337,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             cluster.hint_bytes,
             cluster.hint_age_s,
             cluster.tombstone_age_s,
+            move_rate_bytes=cluster.move_rate_bytes,
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
@@ -344,6 +347,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             cluster.move_blocks_limit_s,
         ),
         validators=Validators(settings.records.validators),
+        watch=WatchOptions(cluster.heartbeat_s),
     )
 
 

@@ -65,7 +65,9 @@ class ShardVitals:
             disk_bytes=0 if self._disk is None else self._disk.usage().used_bytes,
             capacity_bytes=usage.capacity_bytes,
         )
-        return Vitals(load=load, move=running.move_status())
+        return Vitals(
+            silent=running.watch().silent, load=load, move=running.move_status(), split=running.split()
+        )
 
     async def tell_steps(self, beat: Callable[[], None]) -> NoReturn:
         """Call ``beat`` as soon as the shard has got further with a move; until cancelled."""
