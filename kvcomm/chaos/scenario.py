@@ -121,7 +121,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of each kind, that all clients share; each eventual client has half as many of its own."""
 
 
-class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A limit of one measure (``kvcomm.chaos.measures``)."""
 
     measure: str
