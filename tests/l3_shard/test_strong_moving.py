@@ -82,7 +82,9 @@ def test_back_from_serving_the_old_owners_decide_again(settled: bool):
     if settled:
         world.until(partial(moved, world, "abcdef"))
     world.adopt(moving("abc", "def", "copy", 3))
-    assert done(world, "a", "put", b"3").code == ""
+    began_at = world.now
+    while done(world, "a", "put", b"3").code:  # maps are settled in the middle of its rounds
+        assert world.now < began_at + 2.0
     world.until(partial(moved, world, "abcdef"))
     world.adopt(stable("abc", 4))
     for name in "def":
