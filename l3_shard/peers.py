@@ -44,6 +44,7 @@ LATE_S = 0.1
 """A beat that is later than this is no accident of scheduling."""
 STOPPED_S = 0.5
 """One that is later than this found a process that stood still."""
+HASTY_S = 0.5
 PINGS_MAX = 8
 """Open at a time, to one peer."""
 RELAPSE_S = 10.0
@@ -75,6 +76,8 @@ class _Peer:
     open_since: float | None = None
     """Since when it has been asked and has not answered anything."""
     open_count: int = 0
+    hasty: bool = False
+    """Whether the last question had little patience."""
     silent_since: float | None = None
     """When its last sign of life was, if it is silent."""
     returned_at: float = -math.inf
@@ -220,13 +223,17 @@ class PeerWatch:
             self._ping(peer)
 
     def _ping(self, peer: _Peer) -> None:
+        """A silent peer is asked with little patience every other time: a request that comes to nothing has
+        the next one go over a new connection (``kvcomm.rpc.asynchronous``), and over the old one a network
+        that is back may stay unnoticed for long."""
         if peer.open_since is None:
             peer.open_since = self._desk.now
-        if peer.open_count < PINGS_MAX:
-            peer.open_count += 1
-            self._desk.ask(
-                peer.node, Ping(), partial(self._ponged, peer), timeout_s=max(1.0, self._options.silence_s)
-            )
+        if peer.open_count == PINGS_MAX:
+            return
+        peer.open_count += 1
+        peer.hasty = peer.silent_since is not None and not peer.hasty
+        wait_s = HASTY_S if peer.hasty else max(1.0, self._options.silence_s)
+        self._desk.ask(peer.node, Ping(), partial(self._ponged, peer), timeout_s=wait_s)
 
     def _ponged(self, peer: _Peer, _answer: Message) -> None:
         peer.open_count -= 1  # who answered was heard by the desk
