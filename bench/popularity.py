@@ -55,10 +55,12 @@ class Trace:
 
     name: str
     references_max: int
+    sessions_max: int = 8
+    """Of a trace that is made of sessions."""
 
     def references(self) -> Iterator[Reference]:
         path = trace_path(self.name)
-        found = _runs(path) if path.suffix == ".gz" else _listed(path)
+        found = _runs(path, self.sessions_max) if path.suffix == ".gz" else _listed(path)
         return islice(found, self.references_max)
 
 
@@ -80,12 +82,12 @@ def _listed(path: Path) -> Iterator[Reference]:
                 yield request["timestamp"] / 1_000, block.to_bytes(KEY_BYTES, "big")
 
 
-def _runs(path: Path) -> Iterator[Reference]:
+def _runs(path: Path, sessions_max: int) -> Iterator[Reference]:
     """Sessions of requests with ``hash_runs: [[first, length], ...]``, ids of their own; all sessions begin
     at once, as they would on a busy cluster, and what happens at the same time comes in their order."""
     requests: list[tuple[float, int, Sequence[Sequence[int]]]] = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for session, line in enumerate(lines):
+        for session, line in enumerate(islice(lines, sessions_max)):
             told = json.loads(line)
             if "duplicate_of" not in told:
                 requests += [(each["t"], session, each.get("hash_runs", ())) for each in told["requests"]]

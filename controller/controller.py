@@ -314,4 +314,3 @@ class Controller:
             address=beat.address,
             control=beat.control,
         )
-

@@ -39,8 +39,9 @@ NOISE = 2.0
 """A key is believed to be hot above so many times what an average cell of its sketch holds of others."""
 TTL_WINDOWS = 3
 """Lists of hot records are void when so many of them have not come."""
-REPEAT_S = 10.0
-"""A pool is asked again for what is still hot: it may have been restarted, or have had no room."""
+REPEAT_WINDOWS = 5
+"""After so many a pool is asked again for what is still hot: it may have been restarted, or have had no
+room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class HotKeys:
             for key, home in zip(self.blocks.keys, rack.homes(self.blocks.keys), strict=True):
                 assert home is not None, "a rack that is here has a pool"
                 asked_at = before.get(home, {}).get(key)
-                if asked_at is None or now - asked_at >= REPEAT_S:
+                if asked_at is None or now - asked_at >= REPEAT_WINDOWS * self.window_s:
                     wanted.setdefault(home, []).append(key)
                     asked_at = now
                 self._warmed.setdefault(home, {})[key] = asked_at

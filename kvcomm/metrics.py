@@ -561,11 +561,44 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Comparisons of this shard's blocks with those of all others. `failed`: not with all of them.",
         {"outcome": ("complete", "failed")},
     ),
+    Definition(
+        "kvcomm_shed_blocks_total", "counter", _SHARD,
+        "Blocks that were dropped because the ring gave them to other shards.",
+    ),
+    Definition(
+        "kvcomm_shed_bytes_total", "counter", _SHARD, "Bytes of their copies.",
+    ),
+    Definition(
+        "kvcomm_move_records_left", "gauge", _SHARD,
+        "Records that this shard still has to get or to drop after a change of the ring, about.",
+    ),
+    Definition(
+        "kvcomm_move_blocks_left", "gauge", _SHARD, "The same for blocks.",
+    ),
+    Definition(
+        "kvcomm_move_bytes_left", "gauge", _SHARD, "Bytes of both.",
+    ),
     # a shard's records
     Definition(
         "kvcomm_replication_acks_total", "counter", _SHARD,
         "Records that this shard, coordinating a write, asked another replica to keep, by its answer.",
         {"outcome": ("acked", "failed")},
+    ),
+    Definition(
+        "kvcomm_split_mode", "gauge", _SHARD,
+        "On which side of a split this shard is: 0 = all other shards of its ring answer it; 1 = some do not, "
+        "but it and those that do are a majority; 2 = they are none.",
+    ),
+    Definition(
+        "kvcomm_silent_peers", "gauge", _SHARD, "Other shards that do not answer this one at present.",
+    ),
+    Definition(
+        "kvcomm_silences_total", "counter", _SHARD,
+        "Times that one of the others fell silent. Growing steadily: a link that flaps.",
+    ),
+    Definition(
+        "kvcomm_split_seconds_total", "counter", _SHARD,
+        "Time in which some other shard did not answer this one.",
     ),
     Definition(
         "kvcomm_stood_still_total", "counter", _SHARD,

@@ -19,6 +19,7 @@ CASES = (
     "prefill",
     "streams",
     "hotkeys",
+    "hot_record",
     "affinity",
     "footprint",
 )

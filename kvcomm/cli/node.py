@@ -25,7 +25,15 @@ from kvcomm.metrics import Metrics
 from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
-from kvcomm.wire.messages import BlockItem, Message, RecordStates, RecordVersion, RecordWrite, RingMap
+from kvcomm.wire.messages import (
+    BlockItem,
+    Message,
+    RecordStates,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    ShardMove,
+)
 
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlServer
@@ -35,15 +43,21 @@ if TYPE_CHECKING:
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
     from l2_rdma.warming import Warming
+    from l3_shard.peers import WatchView
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.shedding import ShedCounts
     from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
 
 RACK = "rack-0"
 """Where a node is that nobody said it of."""
+
+
+SPLIT_MODES = ("whole", "majority", "minority")
+"""By the number that the metric shows."""
 
 
 class NodeProcess:
@@ -281,6 +295,23 @@ class NodeProcess:
         self.metrics.counter("kvcomm_refilled_bytes_total").advance_to(refill.stored_bytes)
         for result, count in refill.rounds.items():
             self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
+
+    def refresh_move(self, move: ShardMove, shed: ShedCounts) -> None:
+        """The same for what the ring gave and took."""
+        metrics = self.metrics
+        metrics.counter("kvcomm_shed_blocks_total").advance_to(shed.blocks)
+        metrics.counter("kvcomm_shed_bytes_total").advance_to(shed.block_bytes)
+        metrics.gauge("kvcomm_move_records_left").set(move.records_left)
+        metrics.gauge("kvcomm_move_blocks_left").set(move.blocks_left)
+        metrics.gauge("kvcomm_move_bytes_left").set(move.bytes_left)
+
+    def refresh_watch(self, view: WatchView) -> None:
+        """The same for what it knows of the other shards."""
+        metrics = self.metrics
+        metrics.gauge("kvcomm_split_mode").set(SPLIT_MODES.index(view.mode))
+        metrics.gauge("kvcomm_silent_peers").set(len(view.silent))
+        metrics.counter("kvcomm_silences_total").advance_to(view.silenced_count)
+        metrics.counter("kvcomm_split_seconds_total").advance_to(view.split_s)
 
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.hotkeys import REPEAT_S, TTL_WINDOWS, HotKeys, HotOptions, HotSet
+from controller.hotkeys import REPEAT_WINDOWS, TTL_WINDOWS, HotKeys, HotOptions, HotSet
 from kvcomm.wire.messages import (
     HOT_KEYS_MAX,
     HotRecords,
@@ -23,6 +23,7 @@ from l2_rdma.rack import Rack
 
 OPTIONS = HotOptions(sketch_bytes=16 << 10, names_max=64)
 WINDOW_S = OPTIONS.window_s
+REPEAT_S = REPEAT_WINDOWS * WINDOW_S
 
 
 def node(name: str, rack: str = "rack-a") -> RingNode:

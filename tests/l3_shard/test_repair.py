@@ -448,7 +448,7 @@ def test_without_a_floor_writes_after_a_burial_get_lost(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "l3_shard.repair.Repair.floor", property(lambda self: 0, lambda self, floor: None), raising=False
     )
-    assert any(breaks(seed) for seed in range(12))
+    assert any(breaks(seed) for seed in (35, *range(60)))
 
 
 @pytest.mark.slow
