@@ -1105,9 +1105,9 @@ class Shard:
     def move_status(self) -> ShardMove:
         """How far this shard's records are with the transition under way, and with what follows it."""
         ring, repair = self.ring, self._background
-        if repair is None:
-            return ShardMove()
         settled, clean = (ring.epoch, True) if self._strong is None else self._strong.moved()
+        if repair is None:  # nobody fetches or drops records
+            return ShardMove(strong_epoch=settled)
         left_count, left_bytes = repair.left()
         return ShardMove(
             ready_epoch=ring.epoch if repair.ready else 0,
