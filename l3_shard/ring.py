@@ -36,6 +36,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import mmh3
 import msgspec
@@ -87,6 +88,7 @@ class Ring:
         if moving is not None and moving.stage == "serve":
             self._serving, self._other = self._next, self._now
         self._unions: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = {}
+        self._before: dict[str, frozenset[frozenset[str]]] = {}
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -109,6 +111,11 @@ class Ring:
     def moving(self) -> bool:
         """Whether keys are on their way from one placement to another."""
         return self._map.transition is not None
+
+    @property
+    def stage(self) -> Literal["", "copy", "serve"]:
+        """Of the transition; empty = there is none."""
+        return "" if self._map.transition is None else self._map.transition.stage
 
     @cached_property
     def serving(self) -> Ring:
@@ -165,6 +172,8 @@ class Ring:
     def write_groups(self, key: bytes) -> tuple[tuple[str, ...], ...]:
         """A write of ``key`` is done when a write quorum of each of these has it."""
         point, count = point_of(key), self._map.replicas
+        if not self.moving:
+            return (self._serving.owners(point, count),)
         groups = (self._serving.owners(point, count), self._other.owners(point, count))
         return groups[:1] if set(groups[0]) == set(groups[1]) else groups
 
@@ -186,9 +195,28 @@ class Ring:
 
     def gains(self, node: str) -> bool:
         """Whether ``node`` is to keep records after the transition that it does not keep before it."""
+        return bool(self.moving and any(node not in before for before in self.before(node)))
+
+    def before(self, node: str) -> frozenset[frozenset[str]]:
+        """Of every record that ``node`` keeps, the shards that had it before the transition, or have it."""
+        found = self._before.get(node)
+        if found is None:
+            found = self._before[node] = frozenset(
+                frozenset(now) for now, then in self._stretches if node in now or node in then
+            )
+        return found
+
+    def gains_blocks(self, node: str) -> bool:
+        """The same for blocks."""
         return self.moving and any(
-            node in next_owners and node not in now_owners for now_owners, next_owners in self._stretches
+            node in next_owners and node not in now_owners
+            for now_owners, next_owners in self._pairs(self._map.block_copies)
         )
+
+    @property
+    def block_placement(self) -> tuple[bytes, int]:
+        """As :attr:`placement`, for blocks."""
+        return self.placement, self._map.block_copies
 
     def covers(self, nodes: Collection[str]) -> bool:
         """Whether every group of owners, of both placements, has so many members among ``nodes`` that no

@@ -90,6 +90,7 @@ class Birth:
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     """A shard; ``shard`` takes the place of the shipped class."""
     from l3_shard.desk import ShardLimits, strong_wait_s
+    from l3_shard.peers import WatchOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
     from l3_shard.scrub import ScrubOptions
@@ -115,6 +116,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         ),
         notes=birth.notes,
         strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
+        watch=WatchOptions(),
     )
 
 
@@ -404,12 +406,22 @@ class Cluster:
         if not self._founded():
             self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
 
+    def recover(self, within_s: float) -> None:
+        """After all have lost power: run until every shard votes again and has its map, if there is time."""
+        self._run_until_founded(self.world.now + within_s)
+
     def _run_until_founded(self, until_s: float) -> None:
         while not self._founded() and self.world.now < until_s:
             self.world.run(self.world.now + 0.02)
 
     def _founded(self) -> bool:
-        return all(self.votes(name) for name in self.names if name not in self.retired)
+        running = [name for name in self.names if name not in self.retired]
+        return all(self.votes(name) and self._placed(name) for name in running)
+
+    def _placed(self, name: str) -> bool:
+        """Where there are controllers: whether a shard has been told the newest map again."""
+        shard = self.shard(name)
+        return self.controllers is None or (shard is not None and shard.machine.ring.epoch >= self.map.epoch)
 
     def votes(self, name: str) -> bool:
         """Whether a shard is up and votes on strong records."""
@@ -479,7 +491,7 @@ class Cluster:
         """Where a client calls shards.  Any owner may coordinate; if the plan says so, each client has
         another one take the first owner's part, and proposers of one record meet."""
         names = self.names
-        if not self.plan.spread or self.plan.copies < len(names):
+        if not self.plan.spread or self.plan.copies < len(names) or self.plan.controllers:
             return lambda shard: shard.address
         turned = {name: names[(at + index) % len(names)] for at, name in enumerate(names)}
         return lambda shard: f"tcp://{turned[shard.node]}:1"
@@ -606,7 +618,8 @@ class ShardProcess:
 
     def silent(self) -> list[str]:
         """Other shards that do not answer it at present."""
-        return []
+        me, network = self.host.name, self.cluster.network
+        return [name for name in self.machine.ring.names if name != me and not network.answers(me, name)]
 
     def check_answers(self) -> None:
         """Whoever asked and is still there has been answered, or has not waited long."""

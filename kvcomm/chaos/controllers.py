@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import ShardProcess, meta_floor
 from kvcomm.chaos.driver import run_steps
-from kvcomm.chaos.hearts import Heart, Pulse, moved
+from kvcomm.chaos.hearts import Heart, Pulse
 from kvcomm.chaos.network import Peers, Reply
 from kvcomm.chaos.watch import Watch
 from kvcomm.chaos.world import Host, Timer
@@ -72,11 +72,14 @@ if TYPE_CHECKING:
 LEASE = "controller"
 RING, PLAN = (record_name("strong", "controller", name) for name in ("ring", "plan"))
 HEARTBEAT_S, TTL_S = 2.0, 6.0
-CAMPAIGN_S = 2.0
-"""Who waits for the lease looks whether it still should after so long."""
+CAMPAIGN_S = 1.5
+"""Who waits for the lease looks at it once in so long."""
 METADATA_S = 3.0
 """A read or write of the metadata is given up after so long."""
 RETRY_S = 0.5
+GIVE_UP_S = 20.0
+"""An operation is taken back when a shard that is to get records has been dead for so long."""
+ORDER_TRIES, ORDER_PAUSE_S = 12, 0.3
 
 OVER = ("done", "cancelled", "rolled back", "failed")
 _NOBODY = Origin(ConnectionId(0), 0, b"", 0)
@@ -234,8 +237,8 @@ class Controllers:
         machine = process.machine
 
         def feel() -> Pulse:
-            ring = machine.ring.to_map() if machine.ring.epoch else None
-            return Pulse(machine.ring.epoch, ring, moved(machine), process.silent())
+            ring = machine.taken.to_map() if machine.taken.epoch else None
+            return Pulse(machine.taken.epoch, ring, machine.move_status(), process.silent())
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged
@@ -401,13 +404,17 @@ class ControllerProcess(ShardProcess):
 
         self._run(self._strong_plane.read([RING, PLAN]), done)
 
+    def fence(self) -> int:
+        """Of the lease that this process holds, or held last."""
+        return self._term
+
     def _note_down(self, effect: Effect) -> None:
         from controller.controller import Note, Noted
 
         assert isinstance(effect, Note)
-        term, ticket = self._term, effect.ticket
+        term, ticket = self.fence(), effect.ticket
         name = RING if effect.name == "ring" else PLAN
-        self._controllers.led(self.host.name, term)
+        self._controllers.led(self.host.name, self._term)
 
         def done(result: object, error: KVCommError | None) -> None:
             if error is None:
@@ -427,15 +434,17 @@ class ControllerProcess(ShardProcess):
         self.host.soon(lambda: self.tell(Follows(holder, grant.epoch)))
 
     def _campaign(self) -> None:
-        until = self.host.clock() + CAMPAIGN_S
-        steps = self._leases.acquire(LEASE, self._tenure, until)
-        run_steps(steps, self.peers, until + METADATA_S, self._campaigned)
+        """One look, and one try if it is free."""
+        now = self.host.clock()
+        run_steps(
+            self._leases.acquire(LEASE, self._tenure, now), self.peers, now + METADATA_S, self._campaigned
+        )
 
     def _campaigned(self, epoch: int | None, error: KVCommError | None) -> None:
         if error is None and self._tenure.valid(self.host.clock()):
             self._lead()
         else:
-            self.host.after(RETRY_S * self.draw.unit(), self._campaign)
+            self.host.after(CAMPAIGN_S * self.draw.uniform(0.5, 1.0), self._campaign)
 
     def _lead(self) -> None:
         """The lease was granted, or renewed."""
@@ -500,7 +509,8 @@ def shipped_controller(name: str, controllers: Controllers) -> Controller:
 
     plan = controllers.cluster.plan
     rules = RingRules(plan.replicas, plan.write_quorum, plan.read_quorum, 1)
-    return Controller(name, rules, controllers.initial, ControllerOptions())
+    options = ControllerOptions(replace_after_s=plan.replace_after_s, give_up_after_s=GIVE_UP_S)
+    return Controller(name, rules, controllers.initial, options)
 
 
 class Operator:
@@ -520,8 +530,8 @@ class Operator:
         """Nobody kills operators."""
 
     def order(self, message: Message) -> str:
-        """Once, to whoever leads; what came of it is noted in the history."""
-        self._ask(self._controllers.names[0], message, len(self._controllers.names) + 1)
+        """To whoever leads, again and again for a while; what came of it is noted in the history."""
+        self._ask(self._controllers.names[0], message, ORDER_TRIES)
         return f"{message}"
 
     def cancel(self) -> str:
@@ -540,10 +550,11 @@ class Operator:
         names = self._controllers.names
 
         def answered(answer: Message) -> None:
-            if isinstance(answer, Failure) and tries > 1:
+            lost = isinstance(answer, Failure) and answer.code in ("unavailable", "not_leader")
+            if isinstance(answer, Failure) and lost and tries > 1:
                 known = answer.detail.decode(errors="replace") if answer.code == "not_leader" else ""
                 following = known if known in names else names[(names.index(name) + 1) % len(names)]
-                self.host.after(0.1, lambda: self._ask(following, message, tries - 1))
+                self.host.after(ORDER_PAUSE_S, lambda: self._ask(following, message, tries - 1))
             else:
                 self._cluster.note(f"{name} answers {message}: {answer}")
 

@@ -339,6 +339,9 @@ class RecordFetch(Message, frozen=True):
 
     epoch: int
     keys: Many[bytes]
+    compares: bool = False
+    """Not for a reader: the answer is ``degraded`` only where the shard's own disk has lost something, not
+    where it has yet to be given records that are being moved to it."""
 
 
 class RecordForget(Message, frozen=True):
@@ -364,6 +367,8 @@ class TreeGet(Message, frozen=True):
 class TreeDigests(Message, frozen=True):
     digests: Many[int]
     """``FAN_OUT`` a node asked for, one after the other."""
+    degraded: bool = False
+    """The answering shard has a new store, and may lack what it has acknowledged."""
 
 
 class LeafGet(Message, frozen=True):
@@ -684,7 +689,7 @@ class ClusterView(Message, frozen=True):
 # -- hot keys
 # ------------------------------------------------------------------------------------------------------------
 
-HOT_KEYS_MAX = 512
+HOT_KEYS_MAX = 1_024
 """Most keys of one list of a report or order about hot keys."""
 TRAFFIC_AGENTS_MAX = 256
 TRAFFIC_PUBLISHERS_MAX = 64

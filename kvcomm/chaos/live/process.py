@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvcomm.chaos.live.orders import AnyAnswer, AnyOrder, Failed, decode_answer, encode
@@ -20,7 +21,13 @@ class Process:
     """``command`` with the log that it writes.  Its standard input is ours: it is to end when that closes."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, variables: Mapping[str, str], *, speaks: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str],
+        *,
+        speaks: bool = False,
     ) -> None:
         self.name, self.log = name, log
         with log.open("ab") as output:
@@ -64,10 +71,8 @@ class Process:
     def ask_to_end(self) -> None:
         self.signal(signal.SIGCONT)
         if self._process.stdin is not None:
-            try:
+            with suppress(BrokenPipeError):  # it has ended
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended
 
     def last_words(self, lines: int = 5) -> str:
         """The end of its log."""
