@@ -28,7 +28,7 @@ from controller.liveness import Patience
 from controller.notebook import Note, Noted
 from controller.placement import RingRules, nodes_of
 from controller.roster import Roster
-from kvcomm.errors import Refused, Unavailable
+from kvcomm.errors import Refused
 from kvcomm.machine import Answered, Closed, Effect, Event, Origin, Received, Reply, Resumed, Tick
 from kvcomm.wire.messages import (
     ClusterGet,
@@ -39,7 +39,6 @@ from kvcomm.wire.messages import (
     Message,
     NodePlan,
     NodeView,
-    RingGet,
     RingMap,
 )
 
@@ -255,8 +254,6 @@ class Controller:
                 return self._heartbeat_answer(message, now)
             case ClusterGet():
                 return self._view(now)
-            case RingGet():
-                return self.ring if self.ring is not None else _no_map()
         return Failure(Refused.code, f"a controller does not answer {type(message).__name__}")
 
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -317,7 +314,3 @@ class Controller:
             address=beat.address,
             control=beat.control,
         )
-
-
-def _no_map() -> Failure:
-    return Failure(Unavailable.code, "the cluster has no map yet: not all of its shards have started")

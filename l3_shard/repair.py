@@ -43,7 +43,7 @@ from kvcomm.wire.messages import (
     TreeDigests,
     TreeGet,
 )
-from l3_shard.comparing import LEAVES_MAX, NODES_MAX, CompareCounts, Comparing
+from l3_shard.comparing import LEAVES_MAX, NODES_MAX, CompareCounts, Comparing, Hurry
 from l3_shard.desk import Desk, Request
 from l3_shard.forest import Forest
 from l3_shard.handoff import Handoff
@@ -53,6 +53,7 @@ from l3_shard.merkle import DEPTH, FAN_OUT, LEAVES
 from l3_shard.notes import Notes
 from l3_shard.purge import Purge
 from l3_shard.readiness import Readiness
+from l3_shard.recovery import Recovery
 from l3_shard.ring import NO_RING, Ring
 from l3_shard.scrub import ScrubOptions
 from l3_shard.storage import Entry
@@ -74,6 +75,10 @@ class RepairOptions:
     tombstone_age_s: float = 24 * 3_600.0
     batch_keys: int = 64
     """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
+    gain_keys: int = 256
+    """The same while records are fetched that a move gives this shard."""
+    move_rate_bytes: int = 0
+    """A second, of those; 0 = as fast as it can."""
     retry_min_s: float = 0.2
     retry_max_s: float = 2.0
     scrub: ScrubOptions = field(default_factory=ScrubOptions)
@@ -135,6 +140,9 @@ class Repair:
         last_counter: the largest counter of our own replica id in some states.
         caught_up: hears that :attr:`caught_up` or :attr:`ready` has become true.
         recover: asks the other replicas again for what is damaged here.
+        taken: calls back once the newest ring is one that we cannot fall back behind any more: only then is
+            it true that we acknowledge nothing under an older one, which whoever compares counts on.
+        recovery: hears what neighbours that were silent and we have told each other.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
 
@@ -154,6 +162,8 @@ class Repair:
         last_counter: Callable[[Sequence[RecordState]], int],
         caught_up: Callable[[], None],
         recover: Callable[[], None],
+        taken: Callable[[Callable[[], None]], None],
+        recovery: Recovery,
         stored: Mapping[bytes, bytes],
     ) -> None:
         self.caught_up = CAUGHT_UP in stored
@@ -166,8 +176,10 @@ class Repair:
         self._ring, self._keepers, self._wall_ms, self._refused = ring, keepers, wall_ms, refused
         self._durable_floor = self.floor
         self._last_counter, self._tell_caught_up, self._recover = last_counter, caught_up, recover
+        self._taken = taken
         self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
+        self._hurry = Hurry(options.move_rate_bytes)
         self._removed_count = 0
         self._placed = b""
         self._readiness = Readiness(node, ring())
@@ -186,6 +198,8 @@ class Repair:
             stored=stored,
         )
         self.hints = Hints(options.hint_bytes_max, options.hint_age_s, notes.save, stored)
+        self._recovery = recovery
+        self.hints.handed = recovery.handed
         timers.at(0.0, self._begin)
 
     def _begin(self) -> None:
@@ -243,6 +257,19 @@ class Repair:
                 neighbour.compare_at = min(neighbour.compare_at, soon)
             self._wake(neighbour, soon)
 
+    def returned(self, node: str, silent_s: float) -> None:
+        """``node`` answers again after it was silent: what it missed, and a comparison, at once.  What was
+        asked of it before may wait for an answer that was lost."""
+        neighbour = self._neighbours.get(node)
+        if neighbour is None:
+            return
+        self._recovery.returned(node, silent_s)
+        self._abandon(neighbour)
+        neighbour.failure_count = 0
+        neighbour.compare_at = self._desk.now
+        self._wake(neighbour, self._desk.now)
+        self._wake_waiting()
+
     def _wake(self, neighbour: _Neighbour, when: float) -> None:
         """A turn at ``when`` or before: a row of missed writes must not put it off again and again."""
         if when >= neighbour.wake_at:
@@ -271,6 +298,7 @@ class Repair:
             if not self.ready and any(each.comparing is not None for each in self._neighbours.values()):
                 neighbour.waiting = True
                 return
+            hurry = self._readiness.wants(neighbour.node)
             neighbour.working = True
             neighbour.comparing = Comparing(
                 neighbour.node,
@@ -281,8 +309,10 @@ class Repair:
                 self.forest,
                 self._timers,
                 self._compare_counts,
-                keys_max=self._options.batch_keys,
+                keys_max=self._options.gain_keys if hurry else self._options.batch_keys,
+                hurry=self._hurry if hurry else None,
                 keeps=lambda key: bool(self._keepers(key)),
+                merged=self._recovery.merged,
                 done=partial(self._compared, neighbour, turn),
             )
             neighbour.comparing.start()
@@ -304,7 +334,7 @@ class Repair:
         if turn != neighbour.turn:
             return
         assert neighbour.comparing is not None
-        vouched = neighbour.comparing.vouched
+        vouched, differing_count = neighbour.comparing.vouched, neighbour.comparing.differing_count
         neighbour.working, neighbour.comparing = False, None
         if problem is not None:
             self._failed(neighbour, problem)
@@ -323,6 +353,8 @@ class Repair:
         neighbour.compare_at = self._desk.now + self._jittered(
             interval_s, neighbour.node, neighbour.round_count
         )
+        if self._recovery.compared(neighbour.node, differing_count):
+            neighbour.compare_at = self._desk.now
         self._wake(
             neighbour, self._desk.now if self.hints.oldest(neighbour.node, 1) else neighbour.compare_at
         )
@@ -473,7 +505,7 @@ class Repair:
         if message.depth:
             answer(True)
         else:
-            self.forest.settle(answer)
+            self._taken(lambda: self.forest.settle(answer))
 
     def leaf_get(self, origin: Origin, message: LeafGet) -> None:
         """Answer with the records of as many leaves as fit.

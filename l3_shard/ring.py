@@ -206,6 +206,18 @@ class Ring:
             )
         return found
 
+    def gains_blocks(self, node: str) -> bool:
+        """The same for blocks."""
+        return self.moving and any(
+            node in next_owners and node not in now_owners
+            for now_owners, next_owners in self._pairs(self._map.block_copies)
+        )
+
+    @property
+    def block_placement(self) -> tuple[bytes, int]:
+        """As :attr:`placement`, for blocks."""
+        return self.placement, self._map.block_copies
+
     def covers(self, nodes: Collection[str]) -> bool:
         """Whether every group of owners, of both placements, has so many members among ``nodes`` that no
         write quorum of it is without one of them: N-W+1 of N.

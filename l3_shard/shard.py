@@ -23,6 +23,11 @@ moved (``l3_shard.ring``).  Any of them may coordinate::
   alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).  Replication under a
   newer epoch is accepted for records that we keep by our own map; for others the coordinator is told how far
   we are, and hands us its map.
+* **A map is kept.**  What a shard has said under a map it may not unsay under an older one, so the newest is
+noted on
+  its disk.  It is *taken* (:attr:`Shard.taken`) once it is there; only then the shard tells anybody that it
+  works by it, and compares itself by it.  A shard that starts goes on with the map that it had, after it has
+  asked the others whether there is a newer one (``l3_shard.recheck``).
 * **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
 credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
@@ -40,6 +45,7 @@ when it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -74,6 +80,7 @@ from kvcomm.wire.messages import (
     RingOffer,
     RingTaken,
     ShardMove,
+    SplitReport,
     StrongAccept,
     StrongChange,
     StrongEnter,
@@ -88,10 +95,12 @@ from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
+from l3_shard.peers import PeerWatch, WatchOptions, WatchView
 from l3_shard.place import Groups, Place, place_of
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.recheck import Recheck
+from l3_shard.recovery import Recovery
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.resolving import resolve
@@ -112,6 +121,10 @@ RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
 RECOVER_AT_ONCE = 256
 """Records that are asked for again together."""
+MAP = b"map"
+"""The note with the newest ring map."""
+KEEP_AGAIN_S = 1.0
+"""After a disk had no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +190,19 @@ class _Merge:
     incoming: RecordState
     keeps: Callable[[], bool]
     done: Callable[[KVCommError | None], None]
+    merged: Callable[[RecordState, RecordState], None]
+    """Hears what was here before and after."""
+    before: RecordState = dvv.EMPTY
 
     def apply(self, state: RecordState) -> RecordState:
         """The ring may have changed since it was asked for, and nobody would drop the record again."""
         if not self.keeps():
             raise Unavailable("the record has other owners by now")
+        self.before = state
         return dvv.merge(state, self.incoming)
 
     def durable(self, state: RecordState) -> None:
+        self.merged(self.before, state)
         self.done(None)
 
     def failed(self, error: KVCommError) -> None:
@@ -234,13 +252,14 @@ class Shard:
     Args:
         node: this shard's name in the ring.
         replica: the id of the state in the store (see ``l3_shard.replica``).
-        ring_map: the map to start with; ``node`` need not be in it.
+        ring_map: the map to start with, if ``notes`` hold no newer one; ``node`` need not be in it.
         node_tenant: tenant digest of the cluster's own processes.
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
         validators: what the values of writes are held against.
+        watch: how closely it watches the others; ``None`` = not at all.
 
     Raises:
         RingError: the map contradicts itself.
@@ -259,10 +278,14 @@ class Shard:
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
         validators: Validators | None = None,
+        watch: WatchOptions | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
-        self.ring = Ring.from_map(ring_map)
+        kept = _kept_map(notes or {})
+        self.ring = Ring.from_map(kept if kept.epoch > ring_map.epoch else ring_map)
+        self._taken = Ring.from_map(kept if repair is not None else ring_map)
+        self._when_taken: list[Callable[[], None]] = []
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
         self._clock = HybridClock()
@@ -306,7 +329,13 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
+        if kept.epoch > ring_map.epoch:
+            self._timers.at(0.0, self._recheck.doubt)
+        if repair is not None and self.ring.epoch > kept.epoch:
+            self._timers.at(0.0, self._keep_map)
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:], lambda: self._desk.now, self._wall_ms)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
+        self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
         self._recovered_last = b""
         self._stopped = False
@@ -329,6 +358,8 @@ class Shard:
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
             recover=self._recover_again,
+            taken=self._once_taken,
+            recovery=self._recovery,
             stored=notes,
         )
 
@@ -396,6 +427,8 @@ class Shard:
                 self._scanned(event)
             case Resumed():
                 self._recheck.resumed()
+                if self._watch is not None:
+                    self._watch.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -630,7 +663,8 @@ class Shard:
 
     def _merge(self, key: bytes, state: RecordState, done: Callable[[KVCommError | None], None]) -> None:
         try:
-            self._lines.change(key, _Merge(state, partial(self._keeps, key), done))
+            merged = partial(self._recovery.merged, key)
+            self._lines.change(key, _Merge(state, partial(self._keeps, key), done, merged))
         except Refused as error:
             done(error)
 
@@ -661,10 +695,18 @@ class Shard:
         return self._place(key).ours
 
     def _offered(self, origin: Origin, message: RingOffer) -> None:
+        """Answered once the map is on the disk: who offers it counts on our never going back."""
         if origin.tenant != self._node_tenant:
             raise Refused("maps of the ring are taken from the cluster's own nodes only")
         self._adopt(message.ring)
-        self._desk.reply(origin, RingTaken(self.ring.epoch))
+        request = self._desk.open(origin, 1)
+
+        def answer() -> None:
+            if request.open:
+                self._desk.close(request, RingTaken(self._taken.epoch))
+
+        request.expire = answer
+        self._once_taken(answer)
 
     def _fetch(self, origin: Origin, message: RecordFetch) -> None:
         self._check_peer(origin, message.epoch, message.keys)
@@ -932,8 +974,62 @@ class Shard:
         else:
             self._plans.clear()
             self._places.clear()
+            self._keep_map()
             if self._background is not None:
                 self._background.placed()
+            if self._watch is not None:
+                self._watch.ring_changed()
+
+    # -- the other shards
+
+    def _make_watch(self, options: WatchOptions) -> PeerWatch:
+        watch = PeerWatch(
+            self.node,
+            options,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            silenced=self._recovery.silenced,
+            gone=self._recovery.gone,
+            returned=self._returned,
+        )
+        self._timers.at(0.0, watch.ring_changed)
+        return watch
+
+    def _returned(self, node: str, silent_since: float) -> None:
+        if self._background is not None:
+            self._background.returned(node, self._desk.now - silent_since)
+
+    @property
+    def taken(self) -> Ring:
+        """The newest ring that we work by, even if we end now and start again."""
+        return self._taken
+
+    def _keep_map(self) -> None:
+        """Note the newest map; again after a while if there was no room."""
+        ring = self.ring
+        if self._background is None:  # nothing is noted
+            self._taken = ring
+            return
+
+        def kept(durable: bool) -> None:
+            if durable:
+                self._taken = max(self._taken, ring, key=lambda each: each.epoch)
+            elif ring is self.ring:
+                self._timers.at(self._desk.now + KEEP_AGAIN_S, self._keep_map)
+            if self._taken.epoch == self.ring.epoch:
+                waiting, self._when_taken = self._when_taken, []
+                for then in waiting:
+                    then()
+
+        self._notes.save(MAP, encode_map(ring.to_map()), kept)
+
+    def _once_taken(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when the newest map is taken."""
+        if self._taken.epoch == self.ring.epoch:
+            then()
+        else:
+            self._when_taken.append(then)
 
     # -- scans
 
@@ -1009,9 +1105,9 @@ class Shard:
     def move_status(self) -> ShardMove:
         """How far this shard's records are with the transition under way, and with what follows it."""
         ring, repair = self.ring, self._background
-        if repair is None:
-            return ShardMove()
         settled, clean = (ring.epoch, True) if self._strong is None else self._strong.moved()
+        if repair is None:  # nobody fetches or drops records
+            return ShardMove(strong_epoch=settled)
         left_count, left_bytes = repair.left()
         return ShardMove(
             ready_epoch=ring.epoch if repair.ready else 0,
@@ -1020,6 +1116,15 @@ class Shard:
             records_left=left_count,
             bytes_left=left_bytes,
         )
+
+    def watch_view(self) -> WatchView:
+        """Which of the others answer this one; nobody is silent for a shard that does not look."""
+        return WatchView() if self._watch is None else self._watch.view()
+
+    def split(self) -> SplitReport | None:
+        """What became of the last split that this shard was in, as far as it is over; ``None`` = of none in
+        this life."""
+        return self._recovery.report()
 
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
@@ -1035,6 +1140,8 @@ class Shard:
         self._desk.check()
         self._lines.check()
         self._recheck.check()
+        if self._watch is not None:
+            self._watch.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:
@@ -1066,3 +1173,13 @@ def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[byte
                 f"a record name has 1 to {RECORD_KEY_BYTES_MAX} bytes, got {len(key) - prefix_bytes}"
             )
     return keys
+
+
+def _kept_map(notes: Mapping[bytes, bytes]) -> RingMap:
+    """The newest that an earlier life took."""
+    with suppress(Corrupt, RingError):  # it rotted: others know newer ones
+        if MAP in notes:
+            ring_map = decode_map(notes[MAP])
+            Ring.from_map(ring_map)
+            return ring_map
+    return NO_RING

@@ -90,6 +90,7 @@ class Birth:
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     """A shard; ``shard`` takes the place of the shipped class."""
     from l3_shard.desk import ShardLimits, strong_wait_s
+    from l3_shard.peers import WatchOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
     from l3_shard.scrub import ScrubOptions
@@ -115,6 +116,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         ),
         notes=birth.notes,
         strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
+        watch=WatchOptions(),
     )
 
 

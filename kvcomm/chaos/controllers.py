@@ -237,8 +237,8 @@ class Controllers:
         machine = process.machine
 
         def feel() -> Pulse:
-            ring = machine.ring.to_map() if machine.ring.epoch else None
-            return Pulse(machine.ring.epoch, ring, machine.move_status(), process.silent())
+            ring = machine.taken.to_map() if machine.taken.epoch else None
+            return Pulse(machine.taken.epoch, ring, machine.move_status(), process.silent())
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged

@@ -61,25 +61,26 @@ def cuts_of(shape: ShapeName, groups: Sequence[Sequence[str]], nodes: Sequence[s
         raise ConfigError(
             f"the groups of shape {shape} name {named}; nodes are {', '.join(nodes)}, each once"
         )
-    match shape:
-        case "halves":
-            pairs = {
-                pair
-                for at, one in enumerate(groups)
-                for other in groups[at + 1 :]
-                for pair in network.halves(one, other)
-            }
-        case "isolate":
-            pairs = {pair for node in named for pair in network.isolate(node, nodes)}
-        case "bridge":
-            pairs = network.halves(groups[0], groups[2])
-        case "ring":
-            pairs = network.ring(nodes)
-        case "one-way":
-            pairs = {(source, target) for source in groups[0] for target in groups[1]}
-        case "alone":
-            pairs = network.everybody_alone(nodes)
-    return frozenset(pairs)
+    return frozenset(_pairs(shape, groups, nodes))
+
+
+def _pairs(shape: ShapeName, groups: Sequence[Sequence[str]], nodes: Sequence[str]) -> set[Cut]:
+    if shape == "ring":
+        return network.ring(nodes)
+    if shape == "alone":
+        return network.everybody_alone(nodes)
+    if shape == "bridge":
+        return network.halves(groups[0], groups[2])
+    if shape == "one-way":
+        return {(source, target) for source in groups[0] for target in groups[1]}
+    if shape == "isolate":
+        return {pair for group in groups for node in group for pair in network.isolate(node, nodes)}
+    return {
+        pair
+        for at, one in enumerate(groups)
+        for other in groups[at + 1 :]
+        for pair in network.halves(one, other)
+    }
 
 
 def sides(nodes: Sequence[str], cuts: Iterable[Cut]) -> tuple[tuple[str, ...], ...]:

@@ -14,6 +14,7 @@ from functools import partial
 
 from msgspec import structs
 
+from kvcomm.machine import Effect
 from kvcomm.wire.messages import (
     Failure,
     Message,
@@ -21,6 +22,7 @@ from kvcomm.wire.messages import (
     RecordPut,
     RecordState,
     RecordStates,
+    RecordVersion,
     RecordVersions,
     RecordWrite,
     RingMap,
@@ -31,6 +33,7 @@ from l3_shard.desk import ShardLimits
 from l3_shard.repair import RepairOptions
 from l3_shard.ring import Ring, decode_map
 from l3_shard.shard import Shard
+from l3_shard.storage import Persist
 from tests.l3_shard.cluster import TENANT, Cluster, Faults, ring_map
 
 OPTIONS = RepairOptions(interval_s=4.0, hint_age_s=20.0, tombstone_age_s=40.0)
@@ -50,9 +53,19 @@ class MovingWorld(Cluster):
         self, seed: int, names: str, members: str, faults: Faults | None = None, **quorums: int
     ) -> None:
         self.quorums = quorums
+        self.slow: dict[str, float] = {}
+        """How long the next writes of records take on a node's disk."""
         limits = ShardLimits(request_timeout_s=1.0, recent_bytes_max=0)
         super().__init__(seed, names, faults or Faults(), limits, Shard, OPTIONS, members, **quorums)
         self.epoch = 1
+
+    def _perform(self, node: str, effect: Effect) -> None:
+        if isinstance(effect, Persist) and effect.writes and node in self.slow:
+            life = self._lives[node]
+            self._writing[node].append(effect)
+            self.after(self.slow[node], lambda: self._persist(node, life, effect))
+        else:
+            super()._perform(node, effect)
 
     def stable(self, members: str) -> RingMap:
         self.epoch += 1
@@ -119,6 +132,24 @@ class MovingWorld(Cluster):
     def move(self, before: str, after: str) -> None:
         for _ in self.steps(before, after):
             pass
+
+    def roll_back(self, before: str, after: str, *, serving: bool) -> None:
+        """Give up a move that has come as far as copying, or serving."""
+        if serving:
+            self.hand_out(self.moving(before, after, "copy"))
+            self.until(partial(self.heard, before, after))
+        self.hand_out(self.stable(before))
+        self.until(partial(self.clean, before, after))
+
+    def put(self, node: str, key: bytes, value: bytes | None, context: dict[str, int]) -> RecordVersion:
+        """A write that is done."""
+        answers: list[Message] = []
+        write = RecordWrite(key, value, context)
+        self.call(node, RecordPut(self.map.epoch, [write]), answers.append)
+        self.run(until=self.now + 1.0)
+        (answer,) = answers
+        assert isinstance(answer, RecordVersions), answer
+        return answer.versions[0]
 
     # -- what must be so
 

@@ -24,6 +24,7 @@ from kvcomm.wire.messages import (
 from l3_shard.hints import PREFIX
 from l3_shard.merkle import FAN_OUT, MerkleTree, leaf_of, state_digest
 from l3_shard.repair import RepairOptions
+from l3_shard.ring import encode_map
 from l3_shard.shard import Shard
 from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Survey, Surveyed, Sweep, Swept
 from l3_shard.tombstones import dead_since
@@ -43,7 +44,9 @@ class RepairBench(Bench):
         super().__init__()
         self.index: dict[bytes, RecordState] = {}
         clean = (1).to_bytes(8, "big") + self.shard.ring.placement
-        standing = {b"caught_up": b"1", b"clean": clean} if notes is None else notes
+        standing = (
+            {b"caught_up": b"1", b"clean": clean, b"map": encode_map(self.map)} if notes is None else notes
+        )
         self.shard = Shard(
             ME,
             f"{DRAWN}.1",
@@ -51,7 +54,7 @@ class RepairBench(Bench):
             node_tenant=NODE_TENANT,
             origin_ms=1_000_000,
             repair=OPTIONS,
-            notes=standing,
+            notes=standing if notes is None else notes,
         )
 
     def settled(self, effects: list[Effect], now: float) -> list[Effect]:

@@ -24,7 +24,6 @@ from kvcomm.wire.messages import (
     RecordStates,
     RecordVersions,
     RecordWrite,
-    RingNode,
     RingTransition,
     Sibling,
     TreeGet,
@@ -327,7 +326,7 @@ def test_nothing_is_buried_while_records_move():
     cluster = cluster_of()
     written_then_deleted(cluster)
     shards = cluster.map.shards
-    moves = RingTransition("copy", [*shards[:2], RingNode("d", "tcp://d", "", "", "rack-d", 1)], [])
+    moves = RingTransition("copy", [*shards[:2], structs.replace(shards[2], weight=2)], [])
     cluster.offer(structs.replace(cluster.map, epoch=2, transition=moves))
     quiet(cluster, OPTIONS.tombstone_age_s + 5 * OPTIONS.interval_s)
     assert held(cluster) == [[]] * 3
@@ -449,7 +448,7 @@ def test_without_a_floor_writes_after_a_burial_get_lost(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "l3_shard.repair.Repair.floor", property(lambda self: 0, lambda self, floor: None), raising=False
     )
-    assert any(breaks(seed) for seed in range(12))
+    assert any(breaks(seed) for seed in (35, *range(60)))
 
 
 @pytest.mark.slow

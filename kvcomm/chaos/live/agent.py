@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvcomm.block import Incarnation
-from kvcomm.chaos.keys import state_name
+from kvcomm.chaos.keys import state_name, strong_name
 from kvcomm.chaos.live.orders import (
     AnyAnswer,
     AnyOrder,
@@ -27,7 +27,6 @@ from kvcomm.chaos.live.orders import (
     Failed,
     Look,
     Phase,
-    Sample,
     Save,
     Setup,
     States,
@@ -36,6 +35,7 @@ from kvcomm.chaos.live.orders import (
     decode_order,
     encode,
 )
+from kvcomm.chaos.observed import LAST, Sample
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import AsyncPeers, Identity, droptable
@@ -48,6 +48,7 @@ from kvcomm.wire.messages import (
     Failure,
     Message,
     RecordFetch,
+    RecordState,
     RecordStates,
     RingGet,
     RingMap,
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 0.25
 SAMPLE_TIMEOUT_S = 0.2
 ASK_TIMEOUT_S = 2.0
-LOOK_TRIES = 3
-LOOK_KEYS = 256
+LOOK_TRIES = 8
+LOOK_KEYS = 32
 LINE_BYTES_MAX = 64 << 20
 
 
@@ -70,9 +71,10 @@ class Agent:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.table = droptable.install()
-        limits = {"connect_timeout_s": setup.connect_timeout_s}
-        self.peers = AsyncPeers(Identity(setup.token, _incarnation(setup, 1)), **limits)
-        self.nodes = AsyncPeers(Identity(setup.node_token, _incarnation(setup, 2)), **limits)
+        connect_timeout_s = setup.connect_timeout_s
+        mine, clusters = (_incarnation(setup, number) for number in (1, 2))
+        self.peers = AsyncPeers(Identity(setup.token, mine), connect_timeout_s=connect_timeout_s)
+        self.nodes = AsyncPeers(Identity(setup.node_token, clusters), connect_timeout_s=connect_timeout_s)
         self.samples: list[Sample] = []
         self._work: Work | None = None
         self._sampling: asyncio.Task[None] | None = None
@@ -87,20 +89,25 @@ class Agent:
         from kvcomm.chaos.live.load import Work
         from l3_shard.tier import L3Tier
 
-        setup, deadline = self.setup, time.monotonic() + self.setup.ring_within_s
+        setup = self.setup
+        ring, tenant = await self._greet(time.monotonic() + setup.ring_within_s)
+        tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=setup.request_timeout_s)
+        self._work = Work(setup.node, setup.index, setup.load, tier, self.peers, tenant, setup.seed)
+
+    async def _greet(self, deadline: float) -> tuple[RingMap, TenantDigest]:
+        """Shards answer before they have been given a ring."""
+        seed = self.setup.seeds[0]
         while True:
             try:
-                ring = await self._ask(self.peers, setup.seeds[0], RingGet())
-                welcome = await self.peers.welcome(setup.seeds[0], time.monotonic() + ASK_TIMEOUT_S)
-                break
+                ring = await self._ask(self.peers, seed, RingGet())
+                welcome = await self.peers.welcome(seed, time.monotonic() + ASK_TIMEOUT_S)
             except Unavailable:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
-        assert isinstance(ring, RingMap)
-        tier = L3Tier(ring, dial=lambda node: node.address, timeout_s=setup.request_timeout_s)
-        tenant = TenantDigest(welcome.tenant)
-        self._work = Work(setup.node, setup.index, setup.load, tier, self.peers, tenant, setup.seed)
+            else:
+                assert isinstance(ring, RingMap)
+                return ring, TenantDigest(welcome.tenant)
 
     async def obey(self, order: AnyOrder) -> AnyAnswer:
         """Do what is ordered.  Raises ``KVCommError``."""
@@ -120,7 +127,7 @@ class Agent:
             case States():
                 return await self._states(order)
             case Told():
-                return Done(await self._tell(order))
+                return await self._tell(order)
             case Save():
                 await self._save()
             case Setup():
@@ -150,58 +157,76 @@ class Agent:
         from kvcomm.chaos.live.load import EventualClient, StrongClient
 
         node = self.setup.node
-        eventual, strong = (
-            EventualClient(self.work, f"{node}.e-last"),
-            StrongClient(self.work, f"{node}.last"),
-        )
-        parts = [
-            (eventual.get, order.eventual[at : at + LOOK_KEYS])
-            for at in range(0, len(order.eventual), LOOK_KEYS)
-        ]
-        readings: list[tuple[Callable[[Sequence[str]], Awaitable[bool]], list[str]]] = [*parts]
-        readings += [
-            (lambda keys: strong.read("final", keys), order.strong[at : at + LOOK_KEYS])
-            for at in range(0, len(order.strong), LOOK_KEYS)
-        ]
-        for read, keys in readings:
-            for _ in range(LOOK_TRIES):
-                if await read(keys):
-                    break
+        eventual = EventualClient(self.work, f"{node}.{LAST}")
+        strong = StrongClient(self.work, f"{node}.s{LAST}")
+
+        async def until_seen(read: Callable[[Sequence[str]], Awaitable[bool]], keys: Sequence[str]) -> None:
+            """What cannot be read is the last that was tried: the judge goes by that."""
+            for at in range(0, len(keys), LOOK_KEYS):
+                for _ in range(LOOK_TRIES):
+                    if await read(keys[at : at + LOOK_KEYS]):
+                        break
+                else:
+                    return
+
+        await until_seen(eventual.get, order.eventual)
+        await until_seen(lambda keys: strong.read("final", keys), order.strong)
 
     async def _states(self, order: States) -> Stored:
-        stored = [bytes(self.work.tenant) + state_name(key) for key in order.keys]
+        from l3_shard.ring import Ring
 
-        async def fetch(node: str, address: str) -> list[messages.RecordState | None]:
-            ring = await self._ask(self.nodes, address, RingGet())
-            assert isinstance(ring, RingMap)
-            answer = await self._ask(self.nodes, address, RecordFetch(ring.epoch, stored))
-            assert isinstance(answer, RecordStates)
-            return list(answer.states)
-
-        fetched = await asyncio.gather(
-            *(fetch(*each) for each in order.shards.items()), return_exceptions=True
-        )
-        states: dict[str, list[messages.RecordState | None]] = {}
         missing: dict[str, str] = {}
-        for node, found in zip(order.shards, fetched, strict=True):
-            if isinstance(found, KVCommError):
-                missing[node] = found.message
-            elif isinstance(found, BaseException):
-                raise found
-            else:
-                states[node] = found
-        return Stored(states, missing)
+        rings: list[RingMap] = []
 
-    async def _tell(self, order: Told) -> str:
-        kind: Any = getattr(messages, order.name)
+        async def find(node: str, address: str) -> None:
+            try:
+                ring = await self._ask(self.nodes, address, RingGet(), order.timeout_s)
+            except Unavailable as error:
+                missing[node] = error.message
+            else:
+                assert isinstance(ring, RingMap)
+                rings.append(ring)
+
+        await asyncio.gather(*(find(*each) for each in order.shards.items()))
+        if not rings:
+            raise Unavailable(f"no shard answers: {missing}")
+        ring = Ring.from_map(max(rings, key=lambda each: each.epoch))
+        names = {key: state_name(key) for key in order.eventual}
+        names |= {key: strong_name(key) for key in order.strong}
+        owners = {key: list(ring.replicas(name)) for key, name in names.items()}
+        states: dict[str, dict[str, RecordState | None]] = {}
+
+        async def look(node: str, address: str) -> None:
+            keys = [key for key in order.eventual if node in owners[key]]
+            if not keys:
+                states[node] = {}
+                return
+            stored = [bytes(self.work.tenant) + names[key] for key in keys]
+            fetch = RecordFetch(ring.epoch, stored)
+            try:
+                answer = await self._ask(self.nodes, address, fetch, order.timeout_s)
+            except Unavailable as error:
+                missing[node] = error.message
+            else:
+                assert isinstance(answer, RecordStates)
+                states[node] = dict(zip(keys, answer.states, strict=True))
+
+        await asyncio.gather(*(look(*each) for each in order.shards.items() if each[0] not in missing))
+        return Stored(states, owners, missing)
+
+    async def _tell(self, order: Told) -> Done:
+        """The first controller that can say counts."""
+        kind: type[Message] = getattr(messages, order.name)
         said: list[str] = []
         for address in order.addresses:
-            try:
-                answer = await self._ask(self.nodes, address, kind(**order.fields), order.timeout_s)
-            except Unavailable as error:
-                said.append(error.message)
-            else:
-                return msgspec.json.encode(answer).decode()
+            asks = [Ask(address, kind(**order.fields))]
+            (request,) = self.nodes.start(asks, time.monotonic() + order.timeout_s)
+            answer = (await request.answer()).message
+            if not isinstance(answer, Failure):
+                return Done(msgspec.json.encode(answer).decode())
+            if answer.code not in ("not_leader", Unavailable.code):
+                return Done(f"{answer.code}: {answer.text}", refused=True)
+            said.append(f"{address}: {answer.code}: {answer.text}")
         raise Unavailable("; ".join(said))
 
     # -- what the cluster says of itself

@@ -35,6 +35,7 @@ from kvcomm.chaos.history import (
     stored_of,
 )
 from kvcomm.chaos.keys import clients_of, own_keys, registers, shared_keys, state_name, strong_name
+from kvcomm.chaos.observed import HIT, MISS, UNTYPED, WRONG
 from kvcomm.chaos.witness import Witness
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.metrics import Metrics
@@ -58,9 +59,6 @@ GENERATION_S = 4.0
 CHAIN_BLOCKS = 2
 PUBLISHED_MAX = 64
 """Chains that a client still fetches."""
-UNTYPED = "untyped"
-"""Begin of the error of a call that raised something else than a ``KVCommError``."""
-HIT, MISS, WRONG = "hit", "miss", "wrong bytes"
 
 
 def chaos_namespace(tenant: TenantDigest) -> Namespace:
@@ -135,16 +133,8 @@ class Work:
             self.history.add(raised(line, error))
             return False
         except Exception as error:  # the judge condemns it; the other clients go on
-            outcome: Outcome = "unknown"
-            self.history.add(
-                Returned(
-                    time.monotonic(),
-                    invoked.client,
-                    invoked.operation,
-                    outcome,
-                    error=f"{UNTYPED}: {error!r}",
-                )  # fmt: skip
-            )
+            at, text = time.monotonic(), f"{UNTYPED}: {error!r}"
+            self.history.add(Returned(at, invoked.client, invoked.operation, "unknown", error=text))
             return False
         self.history.add(returned(result))
         return True

@@ -1,9 +1,9 @@
 """``Namespaces``: hosts that are network namespaces, joined by a bridge in a hub namespace of its own.
 
-The hosts have addresses of 198.51.100.0/24 (TEST-NET-2, routed nowhere) and no way out: nothing is attached to
-the machine's own namespace, no interface, route or rule.  A cut is a set of (in, out) pairs that the bridge
-drops, changed in one nftables transaction, so any partition can be made, one way as well.  Needs root, iproute2
-and nftables; ``missing`` says what is not there.
+The hosts have addresses of 198.51.100.0/24 (TEST-NET-2, routed nowhere) and no way out: nothing is attached
+to the machine's own namespace, no interface, route or rule.  A cut is a set of (in, out) pairs that the
+bridge drops, changed in one nftables transaction, so any partition can be made, one way as well.  Needs root,
+iproute2 and nftables; ``missing`` says what is not there.
 
 A lab's name holds the number of its process: what a killed one left behind is removed by the next.
 """
@@ -26,6 +26,7 @@ from kvcomm.errors import Unavailable
 NETWORK = "198.51.100"
 PREFIX = "kvchaos"
 COMMAND_TIMEOUT_S = 20.0
+_TOOLS = (("ip", "iproute2"), ("tc", "iproute2"), ("nft", "nftables"), ("nsenter", "util-linux"))
 _NAMED = Path("/run/netns")
 _LEFT = re.compile(rf"{PREFIX}-(\d+)-[a-z0-9]+")
 

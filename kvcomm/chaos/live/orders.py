@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvcomm.chaos.observed import Sample
 from kvcomm.chaos.scenario import Load
 from kvcomm.wire.messages import DropPeer, RecordState
 
@@ -66,11 +67,15 @@ class Look(Order, frozen=True, tag="look"):
 
 
 class States(Order, frozen=True, tag="states"):
-    """What shards have of these eventual records in their own stores; answered by :class:`Stored`."""
+    """What shards have of these eventual records in their own stores, and who owns them; answered by
+    :class:`Stored`."""
 
-    keys: list[str]
+    eventual: list[str]
+    strong: list[str]
     shards: dict[str, str]
     """Node name -> address."""
+    timeout_s: float = 2.0
+    """Of each question."""
 
 
 class Save(Order, frozen=True, tag="save"):
@@ -78,10 +83,10 @@ class Save(Order, frozen=True, tag="save"):
 
 
 class Told(Order, frozen=True, tag="told"):
-    """Send a message to one node as the cluster's own, and say what it answered; for operators' orders."""
+    """Send a message to a controller as the cluster's own, and say what it answered."""
 
     addresses: list[str]
-    """The first that does not answer ``not_leader`` or fails counts."""
+    """The first that can be reached and leads, where that matters, counts."""
     name: str
     """Class of the message in ``kvcomm.wire.messages``."""
     fields: dict[str, Any]
@@ -94,6 +99,8 @@ class Answer(msgspec.Struct, frozen=True, tag_field="answer"):
 
 class Done(Answer, frozen=True, tag="done"):
     text: str = ""
+    """The message that a controller answered, as JSON, or why it refused."""
+    refused: bool = False
 
 
 class Failed(Answer, frozen=True, tag="failed"):
@@ -101,26 +108,12 @@ class Failed(Answer, frozen=True, tag="failed"):
 
 
 class Stored(Answer, frozen=True, tag="stored"):
-    """By node, one a key."""
-
-    states: dict[str, list[RecordState | None]]
+    states: dict[str, dict[str, RecordState | None]]
+    """By node and key; each has only what it owns."""
+    owners: dict[str, list[str]]
+    """By key, by the newest map of those that answered."""
     missing: dict[str, str]
     """Nodes that did not answer, and why."""
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """What one node said of the cluster at one time."""
-
-    at: float
-    node: str
-    epoch: int = 0
-    """Of its shard's ring; 0 = it did not answer."""
-    ring: str = ""
-    """Digest of that map."""
-    leader: str = ""
-    """That its controller knows; "" = none, or no controller answers."""
-    term: int = 0
-    mode: str = ""
 
 
 AnyOrder = Setup | Begin | Phase | Drop | End | Look | States | Save | Told

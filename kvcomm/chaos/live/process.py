@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvcomm.chaos.live.orders import AnyAnswer, AnyOrder, Failed, decode_answer, encode
@@ -70,10 +71,8 @@ class Process:
     def ask_to_end(self) -> None:
         self.signal(signal.SIGCONT)
         if self._process.stdin is not None:
-            try:
+            with suppress(BrokenPipeError):  # it has ended
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended
 
     def last_words(self, lines: int = 5) -> str:
         """The end of its log."""
