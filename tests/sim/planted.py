@@ -8,7 +8,7 @@ noticed for the wrong reason.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,7 +46,6 @@ from kvcomm.wire.messages import (
     RecordGet,
     RecordReplicate,
     RecordState,
-    RecordWrite,
     StrongChange,
     StrongOutcome,
     StrongOutcomes,
@@ -58,6 +57,7 @@ from l3_shard import acceptor, dvv, entering, proposer, quorum
 from l3_shard.changing import Changing
 from l3_shard.configuration import Configuration
 from l3_shard.lines import Local
+from l3_shard.place import Place
 from l3_shard.proposer import Proposal
 from l3_shard.quorum import Quorum, Standing
 from l3_shard.shard import Shard
@@ -102,10 +102,12 @@ def _disks(disk: type[Disk]) -> Parts:
 # -- shards
 
 
-class _QuorumOneTooSmall(Shard):
-    def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
-        draft = super()._draft(tenant, write)
-        return replace(draft, need=max(1, draft.need - 1))
+def _lacks_one_less(self: Place, nodes: Collection[str]) -> tuple[int, int] | None:
+    for group in self.groups:
+        count, need = sum(node in nodes for node in group), max(1, self.quorum(group) - 1)
+        if count < need:
+            return count, need
+    return None
 
 
 class _AcknowledgedBeforePersisted(Shard):
@@ -569,7 +571,9 @@ def _nobody(message: Message) -> None:
 LIN = "linearizable"
 
 PLANTED = {
-    "quorum one too small": Planted("acknowledges with W - 1", ("durability",), _shards(_QuorumOneTooSmall)),
+    "quorum one too small": Planted(
+        "acknowledges with W - 1", ("durability",), patches=((Place, "lacks", _lacks_one_less),)
+    ),
     "acknowledged before persisted": Planted(
         "tells the client first", ("durability",), _shards(_AcknowledgedBeforePersisted)
     ),

@@ -8,8 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace as altered
 
-from controller import leading, moving, operating
+from controller import moving, operating
 from controller.controller import Controller, Note, Noted
+from controller.journal import journal_of
 from controller.leading import Lead
 from controller.moving import Moving
 from kvcomm.chaos.cluster import Parts, shipped_shard
@@ -59,7 +60,7 @@ class _PurgesWhileMoving(Shard):
         if self._background is not None:
             purge = self._background.purge
             purge._keeps = lambda key: self.node in self.ring.replicas(key[TENANT_BYTES:])
-            purge._ring = lambda: self.ring.serving  # type: ignore[assignment]
+            purge._ring = lambda: self.ring.serving
 
 
 def _floor_not_raised(self: Purge, states: Sequence[RecordState], told: Callable[[bool], None]) -> None:
@@ -123,7 +124,7 @@ def _rebuilds_at_once(self: Lead) -> None:
     if newest is None or newest.epoch < self._roster.heard_epoch:
         return
     if self.journal is None:
-        self._write(leading.journal_of(newest, self._running()))
+        self._write(journal_of(newest, self._running()))
     self._issue(self._refreshed(altered(newest, epoch=newest.epoch + 1)))
 
 
@@ -138,7 +139,7 @@ class _StrongByTheWholeRing(Shard):
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
         if self._strong is not None:
-            self._strong._ring = self._by_the_other  # type: ignore[method-assign]
+            self._strong._ring = self._by_the_other
 
     def _by_the_other(self) -> Ring:
         ring_map = self.ring.to_map()
@@ -166,7 +167,7 @@ MOVES = {
     "transition skips stage serve": _planted(
         "reads change owners together with writes",
         ("quorums", "sessions", "durability", "lost"),
-        (operating.placement, "serving", _arrives_at_once),
+        (operating, "_MAPS", {**operating._MAPS, "serve": _arrives_at_once}),
     ),
     "write quorum of one group": _planted(
         "counts the serving owners only", ("durability", "lost"), (Place, "lacks", _lacks_in_one_group)
