@@ -20,7 +20,7 @@ from controller.placement import RingRules
 from controller.process import ControllerSettings, RunningController, _Publisher, run_controller
 from kvcomm.block import Incarnation
 from kvcomm.credentials import NODE_TENANT
-from kvcomm.errors import Refused
+from kvcomm.errors import ConfigError, Refused
 from kvcomm.rpc import AsyncPeers, Identity
 from kvcomm.rpc.asynchronous import run_async
 from kvcomm.steps import Ask, ask_all
@@ -208,6 +208,21 @@ def test_two_processes_never_are_one_controller() -> None:
             with pytest.raises(Refused):
                 async with group.running("controller-0"):
                     pass
+
+    story(["controller-0"], tell)
+
+
+def test_the_members_are_fixed_for_the_life_of_a_directory() -> None:
+    async def tell(group: Group) -> None:
+        async with group.running("controller-0"):
+            pass
+        group.names = ["controller-0", "controller-1", "controller-2"]
+        with pytest.raises(ConfigError, match=r"cluster\.controllers is 3, but .* one of 1"):
+            async with group.running("controller-0"):
+                pass
+        with pytest.raises(ConfigError, match="none of the controllers"):
+            async with group.running("controller-9"):
+                pass
 
     story(["controller-0"], tell)
 
