@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcomm.block import Incarnation
-from kvcomm.cli.node import RACK
+from kvcomm.cli.node import rack_of
 from kvcomm.controllers import Controllers
 from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import KVCommError
@@ -37,7 +37,8 @@ def plan_of(settings: Config) -> list[NodePlan]:
     """What the configuration names: controllers, pools, shards."""
     cluster = settings.cluster
     counts = (("controller", cluster.controllers), ("pool", cluster.pools), ("shard", cluster.shards))
-    return [NodePlan(f"{role}-{index}", role, RACK) for role, count in counts for index in range(count)]
+    rack = rack_of(settings)
+    return [NodePlan(f"{role}-{index}", role, rack) for role, count in counts for index in range(count)]
 
 
 class Launching:
@@ -80,7 +81,7 @@ class Launching:
             on_event=lambda event: on_event(event, launcher),
         )
         self._heart = Heart(
-            Face(LAUNCHER, "launcher", RACK, incarnation),
+            Face(LAUNCHER, "launcher", rack_of(settings), incarnation),
             self._controllers.names,
             self._controllers.locate,
             self._peers,
