@@ -180,6 +180,20 @@ class BlockPresence(Message, frozen=True):
     """One byte a key, 1 = present."""
 
 
+class BlockFilterGet(Message, frozen=True):
+    """Which of the caller's blocks may you have?"""
+
+    epoch: int
+
+
+class BlockFilter(Message, frozen=True):
+    epoch: int
+    """Of the ring that the shard works by."""
+    layers: Many[bytes]
+    """Of ``l3_shard.bloom``: a block in none of them was not here when this was sent.  Empty = nothing can be
+    said."""
+
+
 class BlockGet(Message, frozen=True):
     epoch: int
     keys: Many[bytes]
@@ -1017,6 +1031,7 @@ MESSAGES: tuple[type[Message], ...] = (
     BlockHoldings, BlockHeld,
     RecordFates,
     StrongSettle, StrongSettling, StrongRemove,
+    BlockFilterGet, BlockFilter,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
     HotReport, HotRecords, WarmOrder,
