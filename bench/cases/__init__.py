@@ -19,6 +19,7 @@ CASES = (
     "prefill",
     "streams",
     "affinity",
+    "penetration",
     "footprint",
 )
 """In the order of the report."""
