@@ -22,12 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from controller.conductor import ORDERS, Conductor, ConductorOptions, Order
 from controller.leading import Lead, Publish, Recall, Recalled
 from controller.liveness import Patience
 from controller.notebook import Note, Noted
 from controller.placement import RingRules, nodes_of
 from controller.roster import Roster
-from kvcomm.errors import Refused, Unavailable
+from kvcomm.errors import Refused
 from kvcomm.machine import Answered, Closed, Effect, Event, Origin, Received, Reply, Resumed, Tick
 from kvcomm.wire.messages import (
     ClusterGet,
@@ -38,7 +39,6 @@ from kvcomm.wire.messages import (
     Message,
     NodePlan,
     NodeView,
-    RingGet,
     RingMap,
 )
 
@@ -81,6 +81,21 @@ class ControllerOptions:
     heartbeat_s: float = 2.0
     lease_s: float = 6.0
     """Of nodes: whoever is silent for so long is dead; two heartbeats and it is suspect."""
+
+    replace_after_s: float = 600.0
+    """A shard that has been dead for so long is gone on without; 0 = never."""
+    give_up_after_s: float = 120.0
+    """An operation is taken back when a shard that is to get keys has been dead for so long."""
+    move_rate_bytes_s: float = 64e6
+    """That a shard takes while keys are moved to it."""
+    policy: str = ""
+    """That moves keys by itself (``controller.policies.table``); "" = none."""
+
+    @property
+    def conductor(self) -> ConductorOptions:
+        return ConductorOptions(
+            self.replace_after_s, self.give_up_after_s, self.move_rate_bytes_s, self.policy
+        )
 
     @property
     def patience(self) -> Patience:
@@ -146,12 +161,14 @@ class Controller:
 
     def _take(self, event: Event, now: float) -> list[Effect]:
         match event:
+            case Received(message=message) if isinstance(message, ORDERS):
+                return self._order(event.origin, message, now)
             case Received():
-                return [Reply(event.origin, self._answer(event.origin, event.message, now))]
+                return [Reply(event.origin, self._answer(event.message, now))]
             case Led():
-                self._led(event, now)
+                return self._led(event, now)
             case Deposed():
-                self._lead = None
+                return self._end()
             case Follows():
                 self._leader = event.leader
                 self._term = max(self._term, event.term)
@@ -182,13 +199,24 @@ class Controller:
         if late or isinstance(event, Resumed):
             self._roster.liveness.forgive(now)
 
-    def _led(self, event: Led, now: float) -> None:
-        if self._lead is None or event.term > self._lead.term:
-            self._lead = Lead(self._rules, self._initial, self._roster, self._tickets, event.term, now)
+    def _led(self, event: Led, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        lead = self._lead
+        if lead is None or event.term > lead.term:
+            effects = self._end()
+            conductor = Conductor(self._roster, self._options.conductor, now)
+            lead = self._lead = Lead(
+                self._rules, self._initial, self._roster, conductor, self._tickets, event.term, now
+            )
             self._roster.liveness.forgive(now)
-        if event.term == self._lead.term:
-            self._lead.until = max(self._lead.until, event.until)
+        if event.term == lead.term:
+            lead.until = max(lead.until, event.until)
         self._leader, self._term = self.node, max(self._term, event.term)
+        return effects
+
+    def _end(self) -> list[Effect]:
+        lead, self._lead = self._lead, None
+        return [] if lead is None else lead.end()
 
     def _leading(self, now: float) -> Lead | None:
         """While the lease lasts."""
@@ -209,15 +237,23 @@ class Controller:
 
     # -- requests
 
-    def _answer(self, origin: Origin, message: Message, now: float) -> Message:
+    def _order(self, origin: Origin, message: Order, now: float) -> list[Effect]:
+        lead = self._leading(now)
+        if lead is not None:
+            return lead.order(origin, message, now)
+        leader = self._leader_known(now)
+        text = f"{self.node} does not lead, " + (f"{leader} does" if leader else "and nobody does at present")
+        return [Reply(origin, Failure(NOT_LEADER, text, leader.encode()))]
+
+    def _answer(self, message: Message, now: float) -> Message:
         match message:
             case Heartbeat():
-                self._roster.heard(message, now)
+                lead = self._leading(now)
+                if self._roster.heard(message, now) and lead is not None:
+                    lead.saw(message, now)
                 return self._heartbeat_answer(message, now)
             case ClusterGet():
                 return self._view(now)
-            case RingGet():
-                return self.ring if self.ring is not None else _no_map()
         return Failure(Refused.code, f"a controller does not answer {type(message).__name__}")
 
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -246,7 +282,9 @@ class Controller:
         nodes = [self._node_view(name, now) for name in sorted(self._expected())]
         missing = any(view.state != "alive" for view in nodes)
         mode = "leaderless" if not leader else "partitioned" if missing else "whole"
-        return ClusterView(self.node, leader, self._term, mode, self.ring, nodes, [])
+        lead = self._leading(now)
+        operations = [] if lead is None else lead.views(now)
+        return ClusterView(self.node, leader, self._term, mode, self.ring, nodes, operations)
 
     def _expected(self) -> set[str]:
         expected = {*self._roster.names}
@@ -276,7 +314,3 @@ class Controller:
             address=beat.address,
             control=beat.control,
         )
-
-
-def _no_map() -> Failure:
-    return Failure(Unavailable.code, "the cluster has no map yet: not all of its shards have started")

@@ -25,6 +25,8 @@ MOVES_MAX = 64
 Step = Literal[
     "planned", "copying", "verifying", "serving", "purging", "done", "cancelled", "rolled back", "failed"
 ]
+Kind = Literal["scale", "drain", "move", "rebalance", "replace", "resume"]
+Back = Literal["", "cancelled", "rolled back", "failed"]
 OVER: frozenset[Step] = frozenset(("done", "cancelled", "rolled back", "failed"))
 
 
@@ -33,7 +35,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     """Counts up, for ever."""
-    kind: Literal["scale", "drain", "move", "rebalance", "replace", "resume"]
+    kind: Kind
     what: str
     """For a person."""
     shards: list[NodePlan]
@@ -44,11 +46,10 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     leaves: list[str] = []
     """Nodes that are planned no more when it is done."""
     step: Step = "planned"
-    back: str = ""
-    """How it is to end instead of ``done`` (``cancelled``, ``rolled back``, ``failed``): it is being taken
-    back."""
-    epoch: int = 0
-    """Of the first map without the transition, once there is one: what is to be purged by."""
+    back: Back = ""
+    """How it is to end instead of ``done``: it is being taken back."""
+    served: bool = False
+    """Its transition may have been in stage serve."""
     moves: list[PlannedMove] = []
     trouble: str = ""
     """Why it was taken back."""
@@ -79,6 +80,13 @@ class Journal(msgspec.Struct, frozen=True, array_like=True):
 
     def of_role(self, role: str) -> list[NodePlan]:
         return [node for node in self.nodes if node.role == role]
+
+    @property
+    def pools(self) -> list[NodePlan]:
+        """That the map is to hold: not those that the operation under way drains."""
+        operation = self.under_way
+        leaving = operation.leaves if operation is not None and not operation.back else []
+        return [node for node in self.of_role("pool") if node.node not in leaving]
 
     def node(self, name: str) -> NodePlan | None:
         return next((node for node in self.nodes if node.node == name), None)

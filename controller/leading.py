@@ -25,13 +25,25 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from controller import placement
+from controller.conductor import Conductor, Order
 from controller.journal import Journal, decode_journal, encode_journal, first_journal, journal_of
 from controller.notebook import Note, Notebook, Noted
 from controller.placement import RingRules
 from controller.roster import Roster
-from kvcomm.errors import Corrupt
-from kvcomm.machine import AskPeer, Effect, Event, Ticket
-from kvcomm.wire.messages import Message, NodePlan, RingMap, RingNode, RingOffer, RingTaken
+from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, Unavailable
+from kvcomm.machine import AskPeer, Effect, Event, Origin, Reply, Ticket
+from kvcomm.wire.messages import (
+    Failure,
+    Heartbeat,
+    Message,
+    NodePlan,
+    OperationView,
+    OrderAnswer,
+    RingMap,
+    RingNode,
+    RingOffer,
+    RingTaken,
+)
 from l3_shard.ring import Ring, decode_map, encode_map
 
 EPOCH_GAP = 1000
@@ -41,7 +53,7 @@ SETTLE_S = 0.3
 """Nodes that come back together get one epoch for their new addresses."""
 OFFER_S = 2.0
 OFFER_AGAIN_S = 0.5
-POOLS_S = 5.0
+POOLS_S = 20.0
 """The first map waits so long for pools."""
 
 
@@ -89,6 +101,7 @@ class Lead:
         rules: RingRules,
         initial: Sequence[NodePlan],
         roster: Roster,
+        conductor: Conductor,
         tickets: Iterator[int],
         term: int,
         now: float,
@@ -103,7 +116,10 @@ class Lead:
         self.over = False
         """Somebody else leads."""
         self._rules, self._initial, self._roster, self._tickets = rules, initial, roster, tickets
+        self._conductor = conductor
         self._notebook = Notebook(tickets)
+        self._ordered: list[tuple[Origin, OrderAnswer]] = []
+        """Answers that wait for the journal to be noted."""
         self._recall: Ticket | None = None
         self._recall_at = now
         self._recalled = False
@@ -144,6 +160,34 @@ class Lead:
         self._offer_at[offer.node] = now + OFFER_AGAIN_S
         if isinstance(message, RingTaken):
             self._roster.took(offer.node, offer.incarnation, message.epoch)
+
+    def saw(self, beat: Heartbeat, now: float) -> None:
+        """A heartbeat that was news."""
+        self._conductor.saw(beat, now)
+
+    def order(self, origin: Origin, message: Order, now: float) -> list[Effect]:
+        """Answered when it is noted: what was answered is not forgotten with this process."""
+        if self.ring is None or self.journal is None or self._lost or self._notebook.pending("ring"):
+            return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
+        try:
+            answer, journal = self._conductor.order(message, self.journal, self.ring, now)
+        except KVCommError as error:
+            return [_failed(origin, error)]
+        if journal == self.journal:
+            return [Reply(origin, answer)]
+        self._write(journal)
+        self._ordered.append((origin, answer))
+        return []
+
+    def end(self) -> list[Effect]:
+        """The lease is over: nobody knows what becomes of orders that are not noted yet."""
+        waiting, self._ordered = self._ordered, []
+        error = OutcomeUnknown("the leader was replaced before it had noted the order: see what is under way")
+        return [_failed(origin, error) for origin, _ in waiting]
+
+    def views(self, now: float) -> list[OperationView]:
+        """Of operations, newest first."""
+        return [] if self.journal is None else self._conductor.views(self.journal, now)
 
     def work(self, now: float) -> list[Effect]:
         """All that can be done now; nothing after the lease."""
@@ -190,7 +234,8 @@ class Lead:
         if note.name == "plan":
             self.noted_journal = decode_journal(note.value)
             self._roster.liveness.expect((node.node for node in self.noted_journal.nodes), now)
-            return []
+            answers, self._ordered = self._ordered, []
+            return [Reply(origin, answer) for origin, answer in answers]
         self.ring = decode_map(note.value)
         self._roster.saw(self.ring)
         self._roster.liveness.expect(placement.nodes_of(self.ring), now)
@@ -211,16 +256,15 @@ class Lead:
         if self._roster.heard_epoch:
             self._rebuild()
             return
-        if self.journal is None:
-            self._write(first_journal(self._initial))
-        assert self.journal is not None
-        shards, pools = (self._heard(self.journal.of_role(role)) for role in ("shard", "pool"))
-        if len(shards) < len(self.journal.of_role("shard")) or not shards:
+        journal = self.journal or first_journal(self._initial)
+        shards, pools = (self._heard(journal.of_role(role)) for role in ("shard", "pool"))
+        if len(shards) < len(journal.of_role("shard")) or not shards:
             self._complete_at = None
             return
         if self._complete_at is None:
             self._complete_at = now
-        if len(pools) == len(self.journal.of_role("pool")) or now >= self._complete_at + POOLS_S:
+        if len(pools) == len(journal.of_role("pool")) or now >= self._complete_at + POOLS_S:
+            self._write(journal)  # not before: the cluster may be another one than it was at first
             self._issue(placement.first_map(self._rules, shards, pools))
 
     def _rebuild(self) -> None:
@@ -253,7 +297,17 @@ class Lead:
     # -- the next map
 
     def _go_on(self, ring: RingMap, now: float) -> None:
-        wanted = self._refreshed(ring)
+        """The journal is noted first, then the map that it is for."""
+        if self.journal is None or self._notebook.pending("plan"):
+            return
+        decision = self._conductor.next(self.journal, ring, now)
+        if decision.journal != self.journal:
+            self._write(decision.journal)
+            return
+        wanted = self._refreshed(decision.ring or ring)
+        if decision.ring is not None:
+            self._issue(replace(wanted, epoch=ring.epoch + 1))
+            return
         if placement.alike(wanted, ring):
             self._differs_at = None
             return
@@ -268,7 +322,7 @@ class Lead:
 
     def _refreshed(self, ring: RingMap) -> RingMap:
         """With the addresses of all who are heard, and the pools that are planned."""
-        pools = self.journal.of_role("pool") if self.journal is not None else []
+        pools = self.journal.pools if self.journal is not None else []
         names = [*placement.shards_of(ring), *(plan.node for plan in pools)]
         where = self._roster.at(names)
         return placement.with_pools(placement.at_addresses(ring, where), pools, where)
@@ -307,6 +361,10 @@ class Lead:
             self._offers[node].until if node in self._offers else self._offer_at.get(node, self.until)
             for node in self._behind(self.ring)
         ]
+
+
+def _failed(origin: Origin, error: KVCommError) -> Reply:
+    return Reply(origin, Failure(error.code, error.message, error.detail))
 
 
 def _readable(plan: bytes) -> Journal | None:

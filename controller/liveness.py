@@ -38,7 +38,9 @@ State = Literal["alive", "suspect", "dead", "unknown"]
 
 TRUSTED_LATE_S = 1.0
 """Whose own beat was later than this is not believed about others."""
-FLAP_WINDOW_S = 60.0
+SLACK_KEPT = 0.95
+"""Of the lateness that was seen with a node, this much is still expected after its next beat."""
+FLAP_WINDOW_S = 180.0
 FALLS_MAX = 5
 """Falls that are remembered, and beats in a row that are asked for at most."""
 LIVES_MAX = 16
@@ -70,6 +72,8 @@ class _Node:
     number: int = -1
     heard_at: float = -inf
     late_s: float = 0.0
+    slack_s: float = 0.0
+    """How late its beats have been lately."""
     silent: frozenset[str] = frozenset()
     in_row: int = 0
     """Beats since it was not heard for too long."""
@@ -107,6 +111,7 @@ class Liveness:
         if now - node.since > self._patience.suspect_s:
             node.in_row = 0
         node.role, node.number, node.late_s = beat.role, beat.number, beat.late_s
+        node.slack_s = max(beat.late_s, SLACK_KEPT * node.slack_s)
         node.silent = frozenset(beat.silent)
         node.in_row += 1
         node.heard_at = node.since = now
@@ -133,7 +138,7 @@ class Liveness:
         for name in sorted(self._nodes):
             node = self._nodes[name]
             quiet_s = now - node.since
-            if node.state == "alive" and quiet_s >= self._patience.suspect_s:
+            if node.state == "alive" and quiet_s >= self._suspect_s(node):
                 self._fall(node, "suspect", now)
                 fallen.append(name)
             if node.state == "suspect" and quiet_s >= self._patience.dead_s and not self.vouchers(name, now):
@@ -202,12 +207,11 @@ class Liveness:
 
     def deadline(self, now: float) -> float | None:
         """When :meth:`judge` may find something next."""
-        waits = (self._patience.suspect_s, self._patience.dead_s)
         times = [
             node.since + wait_s
             for node in self._nodes.values()
             if node.state != "dead"
-            for wait_s in waits
+            for wait_s in (self._suspect_s(node), self._patience.dead_s)
             if node.since + wait_s > now
         ]
         return min(times, default=None)
@@ -217,6 +221,11 @@ class Liveness:
             assert (node.state == "unknown") == (node.heard_at == -inf), name
             assert node.heard_at <= node.since, name
             assert node.incarnation not in node.ended, name
+
+    def _suspect_s(self, node: _Node) -> float:
+        """Who has little processor time beats late now and then: that alone makes nobody suspect."""
+        most_s = (self._patience.suspect_s + 3 * self._patience.dead_s) / 4
+        return min(self._patience.suspect_s + node.slack_s, most_s)
 
     def _trusted(self, node: _Node, now: float) -> bool:
         return (

@@ -37,19 +37,6 @@ from l3_shard.tier import L3Tier
 
 T = TypeVar("T")
 
-GROUP_SIZES = (1, 3, 5)
-
-
-def controller_names(count: int) -> list[str]:
-    """``controller-0``, ...: the members are fixed by configuration.
-
-    Raises:
-        ConfigError: not 1, 3 or 5.
-    """
-    if count not in GROUP_SIZES:
-        raise ConfigError(f"there are 1, 3 or 5 controllers, not {count}: a majority of them decides")
-    return [f"controller-{index}" for index in range(count)]
-
 
 def metadata_ring(members: Sequence[str]) -> RingMap:
     """The private ring, the same on every member and in every life."""

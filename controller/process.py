@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.controller import Controller, Deposed, Follows, Led, Note, Noted, Publish, Recall, Recalled
+from controller.hotkeys import HotKeys, HotOptions
+from controller.hotshell import HotShell
 from controller.leadership import Leadership, tenure_of
 from controller.metadata import Metadata
 from kvcomm.block import Incarnation
@@ -29,8 +31,10 @@ from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import (
     CancelOrder,
     ClusterGet,
+    Done,
     DrainOrder,
     Heartbeat,
+    HotReport,
     Message,
     MoveOrder,
     RebalanceOrder,
@@ -65,6 +69,8 @@ class ControllerSettings:
     """Where the node that sent this is to be called."""
     publish: Callable[[RingMap], None]
     """Tell this host's instance; may block."""
+    hot: HotOptions = field(default_factory=HotOptions)
+    """When a key is hot."""
     lease_s: float = 6.0
     request_timeout_s: float = 2.0
     connect_timeout_s: float = 1.0
@@ -212,10 +218,18 @@ class Shell:
             follows=lambda leader, term: self.runtime.deliver(Follows(leader, term)),
         )
         self._publisher = _Publisher(settings.publish)
+        self.hot = HotShell(
+            HotKeys(settings.hot),
+            metadata.records.peers,
+            ring=lambda: machine.ring,
+            leads=lambda: self.term > 0,
+            resolve=self._resolve,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._spawn(self._lead())
+        self._spawn(self.hot.run())
 
     def received(self, origin: Origin, message: Message, reply: ReplyFunction) -> None:
         if isinstance(message, Heartbeat):
@@ -308,7 +322,10 @@ class ControllerService:
     ) -> None:
         if origin.tenant != self.cluster:
             raise Refused("a controller answers the cluster's own nodes only; ask a shard")
-        if type(message) in self.messages:
+        if isinstance(message, HotReport):
+            self.shell.hot.heard(message)
+            reply(Done())
+        elif type(message) in self.messages:
             self.shell.received(origin, message, reply)
         else:
             self.shell.metadata.records.runtime.received(origin, message, reply)

@@ -60,6 +60,11 @@ class Roster:
         life, epoch = self._taken.get(node, (0, 0))
         return max(beat.epoch, epoch) if life == beat.incarnation else beat.epoch
 
+    def told_epoch(self, node: str) -> int:
+        """Of its newest heartbeat; 0 = never heard."""
+        beat = self._beats.get(node)
+        return 0 if beat is None else beat.epoch
+
     def move(self, node: str) -> ShardMove:
         beat = self._beats.get(node)
         return NO_MOVE if beat is None or beat.move is None else beat.move

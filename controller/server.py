@@ -167,6 +167,10 @@ class SupervisorServer:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self.watch(task)
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """A task that has ended: if it broke, everything ends, and it is said why."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(error)

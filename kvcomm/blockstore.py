@@ -147,6 +147,11 @@ class BlockStore(Protocol):
         them."""
         ...
 
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """These do not belong here any more: hide them, whoever's they are.  Slots that somebody looks at are
+        handed out when nobody does."""
+        ...
+
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         """(first hazard slot, count, budget in bytes) for one client; count 0 when none are left."""
         ...
@@ -175,6 +180,18 @@ class Depot(Protocol):
 
     def stored(self, keys: Sequence[BlockKey]) -> None:
         """These were published above: take copies, when there is time."""
+        ...
+
+    def keep(self, key: BlockKey, copy: memoryview, done: Callable[[bool], None]) -> None:
+        """Take this verified copy of a block that is not above, if nothing has to go for it.
+
+        ``done`` hears whether it is kept, once; until then the copy must not change.
+        """
+        ...
+
+    def drop(self, keys: Sequence[BlockKey], done: Callable[[], None]) -> None:
+        """These do not belong here any more: they are hidden at once, and ``done`` hears when they are gone,
+        as far as the disk lets them."""
         ...
 
     def recall(

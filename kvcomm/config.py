@@ -454,11 +454,33 @@ class ClusterConfig:
         "lost shard without recomputing, readers take the copy that answers faster, and they halve the "
         "capacity. A put is done with one copy; an owner that lags gets its copy in the background.",
     )  # fmt: skip
-    block_refill_rate_bytes: int = _setting(
-        "block_refill_rate", _bytes, "64MB",
-        "Bytes a second that a shard takes from the others to get back copies of blocks that it should have, "
-        "after it lost its memory or the ring changed. Only room that nobody uses is filled. Higher: fewer "
-        "copies for a shorter time, but readers share the network with it. `0`: never.",
+    move_rate_bytes: int = _setting(
+        "move_rate", _bytes, "64MB",
+        "Bytes a second that a shard takes from the others to have what it should have, after the ring "
+        "changed or it lost its memory. Only room for blocks that nobody uses is filled. Higher: moves are "
+        "over sooner, but readers share the network with them. `0`: shards get no blocks from each other.",
+    )  # fmt: skip
+    move_blocks_limit_s: float = _setting(
+        "move_blocks_limit", _seconds, "60s",
+        "How long a move waits for blocks, at most: what has not come by then is a miss, and computed again. "
+        "`0s`: only records are waited for.",
+    )  # fmt: skip
+    hot_block_rate: int = _setting(
+        "hot_block_rate", _positive_count, 2,
+        "Fetches a second, of all agents together, from which on a block is hot: the pools of all racks are "
+        "told to have it. It stops to be at half of that. Lower: more blocks are brought to racks that may "
+        "not need them.",
+    )  # fmt: skip
+    hot_record_rate: int = _setting(
+        "hot_record_rate", _positive_count, 50,
+        "Reads a second, of all agents together, from which on a record is hot: agents may then keep its "
+        "answer for `cache.hot_record_age`. It stops to be at half of that. Lower: less load on shards, "
+        "more answers that are a moment old.",
+    )  # fmt: skip
+    warm_rate_bytes: int = _setting(
+        "warm_rate", _bytes, "32MB",
+        "Bytes a second that each pool fetches of hot blocks, at most; such copies take at most an eighth of "
+        "it, and the place of blocks that were not read lately. `0`: pools are told of none.",
     )  # fmt: skip
     repair_interval_s: float = _setting(
         "repair_interval", _positive_seconds, "60s",

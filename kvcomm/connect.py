@@ -277,7 +277,8 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     l2 = _rack(settings, door, identity, slabs, newest) if ring.pools else None
     tally = Tally(Metrics("client"), time.monotonic)
     copies = HotCopies(cache.hot_record_age_s)
-    heat = Heat(identity.caller, network.rack, l3, time.monotonic) if l3 else None
+    pace_s = settings.cluster.heartbeat_s
+    heat = Heat(identity.caller, network.rack, l3, time.monotonic, pace_s) if l3 else None
     state = StatePlane(l3, tally, copies=copies, heat=heat, clock=time.monotonic) if l3 else None
     strong = StrongPlane(l3, tally, random.random) if l3 else None
     blocks = BlockPlane(near, l2, l3, time.monotonic)

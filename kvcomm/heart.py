@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import (
     Heartbeat,
     HeartbeatAnswer,
+    Message,
     NodePlan,
     RingMap,
     ShardLoad,
@@ -69,7 +70,6 @@ class _Listener:
     """One controller."""
 
     node: str
-    address: str
     due_at: float
     retry_s: float = RETRY_FIRST_S
     wants_ring: bool = False
@@ -82,25 +82,30 @@ class Heart:
     """Made and run in one event loop.
 
     Args:
-        controllers: name -> address of the data wire.
+        controllers: their names.
+        locate: where a controller is to be called, now.
         ring: the map that this node works by, if it is one that works by maps; else the newest that was heard
             of here counts.
         vitals: asked before each beat.
         took_ring: hears of a map newer than ours.
         took_plan: hears what is to run, where the leader says so.
+        reports: asked once a period for what all controllers are to be told beside the beat; nobody waits for
+            an answer, and what does not arrive is lost.
     """
 
     def __init__(
         self,
         face: Face,
-        controllers: Mapping[str, str],
+        controllers: Sequence[str],
+        locate: Callable[[str], str],
         peers: AsyncPeers,
         *,
         period_s: float = PERIOD_S,
         ring: Callable[[], RingMap | None] | None = None,
         vitals: Callable[[], Vitals] = Vitals,
-        took_ring: Callable[[RingMap], None] = lambda ring: None,
+        took_ring: Callable[[RingMap], object] = lambda ring: None,
         took_plan: Callable[[Sequence[NodePlan]], None] = lambda plan: None,
+        reports: Callable[[float], Sequence[Message]] = lambda now: (),
     ) -> None:
         self.leader = ""
         """Node name of the controller that leads, as far as it was heard here; "" = none is known."""
@@ -110,13 +115,14 @@ class Heart:
         """The newest map that a controller told us."""
         self.late_s = 0.0
         """By how much the last beat came late."""
-        self._face, self._peers, self._period_s = face, peers, period_s
+        self._face, self._locate, self._peers, self._period_s = face, locate, peers, period_s
         self._ring = ring or (lambda: self.newest)
         self._vitals, self._took_ring, self._took_plan = vitals, took_ring, took_plan
+        self._reports, self._report_at = reports, float("-inf")
         self._number = 0
         self._woken = asyncio.Event()
         now = peers.clock()
-        self._listeners = [_Listener(node, address, now) for node, address in controllers.items()]
+        self._listeners = [_Listener(node, now) for node in controllers]
 
     def beat(self) -> None:
         """Something changed: tell everybody at once."""
@@ -154,7 +160,17 @@ class Heart:
             def answered(answer: Answer, listener: _Listener = listener) -> None:
                 self._answered(listener, answer)
 
-            self._peers.start([Ask(listener.address, message)], now + self._period_s, answered)
+            self._peers.start([Ask(self._locate(listener.node), message)], now + self._period_s, answered)
+
+        self._report(now)
+
+    def _report(self, now: float) -> None:
+        if now < self._report_at:
+            return
+        self._report_at = now + self._period_s
+        for message in self._reports(now):
+            asks = [Ask(self._locate(listener.node), message) for listener in self._listeners]
+            self._peers.start(asks, now + self._period_s)
 
     def _message(self, vitals: Vitals, ring: RingMap | None, with_ring: bool) -> Heartbeat:
         face = self._face

@@ -1,7 +1,7 @@
 """``Heat``: what a client reads, counted by key, and how the shards hear of it.
 
 Hot keys are found where they are read: what L1 and the pools answer is seen by no server.  So each client
-counts, and says every :data:`INTERVAL_S` seconds what it read most, as long as it reads anything::
+counts, and says at the pace of the nodes' heartbeats what it read most, as long as it reads anything::
 
     client ── HotReport ──► a shard adds up its clients' ── HotReport ──► controllers: the leader decides
 
@@ -32,7 +32,7 @@ from kvcomm.wire.messages import TRAFFIC_PUBLISHERS_MAX, AgentTraffic, Fetched, 
 T = TypeVar("T")
 
 INTERVAL_S = 2.0
-"""Between two reports of one client."""
+"""Between two reports of one client, unless ``cluster.heartbeat`` says otherwise."""
 ALONE_WAIT_S = 0.05
 """A shard that does not answer a report on its own so soon is not waited for."""
 RIDE_WAIT_S = 0.02
@@ -124,16 +124,25 @@ class Heat:
         agent: this process; what it published itself is no traffic.
         rack: where it runs; "" = it does not say.
         clock: monotonic seconds.
+        interval_s: between two reports.
     """
 
-    def __init__(self, agent: Incarnation, rack: str, shards: Shards, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        agent: Incarnation,
+        rack: str,
+        shards: Shards,
+        clock: Callable[[], float],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self.reports_count = 0
         """Sent since start."""
         self._agent, self._rack, self._shards, self._clock = agent, rack, shards, clock
         self._blocks, self._records = Window(), Window()
         self._fetched: dict[int, Fetched] = {}
         self._reported_at = clock()
-        self._due_at = self._reported_at + INTERVAL_S
+        self._interval_s = interval_s
+        self._due_at = self._reported_at + interval_s
 
     def read_records(self, names: Sequence[bytes]) -> None:
         self._records.add(names)
@@ -180,7 +189,7 @@ class Heat:
     def _finish(self, sent: Call | None) -> Steps[None]:
         if sent is not None:
             yield WaitAny([sent], RIDE_WAIT_S)
-        elif self._clock() >= self._due_at + INTERVAL_S:
+        elif self._clock() >= self._due_at + self._interval_s:
             address = self._shards.any_shard()
             if address is not None:
                 [alone] = yield Submit([Ask(address, self._report(), timeout_s=ALONE_WAIT_S)])
@@ -192,7 +201,7 @@ class Heat:
 
     def _report(self) -> Message:
         now = self._clock()
-        lasted_s, self._reported_at, self._due_at = now - self._reported_at, now, now + INTERVAL_S
+        lasted_s, self._reported_at, self._due_at = now - self._reported_at, now, now + self._interval_s
         fetched, self._fetched = self._fetched, {}
         self.reports_count += 1
         return HotReport(

@@ -7,7 +7,7 @@ by.
         <name>/                     0700
             secret                  0600, 32 bytes: whoever reads it belongs to the cluster
             lock                    taken for the moment of a change
-            ring                    newest ring map that the launcher wrote
+            ring                    newest ring map that the leading controller told this host of
             nodes/<node>            one NodeRecord each, written by the node
             <node>.sock             data wire of the node
 
@@ -73,7 +73,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     role: str
-    """``pool`` or ``shard``."""
+    """``pool``, ``shard`` or ``controller``."""
     pid: int
     pid_start_time: int
     """Clock ticks from the machine's start to the process's: :func:`process_start_time`."""
@@ -275,6 +275,11 @@ class Instance:
         """The living nodes, by name.  Records of the dead are deleted."""
         return self.survey().nodes
 
+    def node(self, name: str) -> NodeRecord | None:
+        """One of them, if it lives."""
+        record = _read_record(self.directory / "nodes" / _checked(name, "a node"))
+        return record if isinstance(record, NodeRecord) and _alive(record) else None
+
     def survey(self) -> Survey:
         """Everything that is known, with what had to be ignored."""
         living: builtins.list[NodeRecord] = []
@@ -308,7 +313,7 @@ class Instance:
             try:
                 standing = _read_ring(path)
             except Corrupt:
-                standing = None  # the launcher knows better than a damaged file
+                standing = None  # the leader knows better than a damaged file
             if standing is not None and standing != ring and standing.epoch >= ring.epoch:
                 raise Conflict(f"ring epoch {standing.epoch} stands; epoch {ring.epoch} cannot replace it")
             _write_checked(path, msgspec.json.encode(ring))

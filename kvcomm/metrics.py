@@ -30,7 +30,7 @@ from kvcomm.streams.events import KINDS
 from kvcomm.tier import PoolState, PutStatus, TierName
 from kvcomm.wire.messages import MESSAGES
 
-Scope = Literal["client", "pool", "shard"]
+Scope = Literal["client", "pool", "shard", "controller"]
 Kind = Literal["counter", "gauge", "histogram"]
 
 SECONDS_BOUNDS = (
@@ -218,7 +218,10 @@ class Metrics:
 
 _CLIENT: tuple[Scope, ...] = ("client",)
 _NODES: tuple[Scope, ...] = ("pool", "shard")
+_SERVERS: tuple[Scope, ...] = ("pool", "shard", "controller")
+_CONTROLLER: tuple[Scope, ...] = ("controller",)
 _SHARD: tuple[Scope, ...] = ("shard",)
+_POOL: tuple[Scope, ...] = ("pool",)
 _TIERS: tuple[str, ...] = get_args(TierName)
 _DEPOT_STATES: tuple[str, ...] = get_args(DepotState)
 _DISK_EVENTS = ("written", "read", "promoted", "evicted", "dropped", "damaged", "busy")
@@ -398,6 +401,22 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_hot_answers_total", "counter", _SHARD, "Answers that it marked.",
     ),
+    Definition(
+        "kvcomm_warm_copies", "gauge", _POOL,
+        "Copies of hot blocks that this pool was told to have, has fetched, and has not evicted since.",
+    ),
+    Definition(
+        "kvcomm_warmed_blocks_total", "counter", _POOL,
+        "Hot blocks that this pool was told to have and had not, by what became of asking the shards. "
+        "`full`: they take their share of the pool already, or nothing could go for them.",
+        {"outcome": ("stored", "absent", "full", "failed")},
+    ),
+    Definition(
+        "kvcomm_warmed_bytes_total", "counter", _POOL, "Bytes of the copies that were stored.",
+    ),
+    Definition(
+        "kvcomm_warm_copies_dropped_total", "counter", _POOL, "Of these copies, evicted since.",
+    ),
     # strong records
     Definition(
         "kvcomm_strong_votes", "gauge", _SHARD,
@@ -468,22 +487,38 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     # a node's wires
     Definition(
-        "kvcomm_connections", "gauge", _NODES, "Open connections of the data wire.",
+        "kvcomm_connections", "gauge", _SERVERS, "Open connections of the data wire.",
     ),
     Definition(
-        "kvcomm_requests_total", "counter", _NODES,
+        "kvcomm_requests_total", "counter", _SERVERS,
         "Messages received on the data wire.", {"message": tuple(message.__name__ for message in MESSAGES)},
     ),
     Definition(
-        "kvcomm_requests_overdue_total", "counter", _NODES,
+        "kvcomm_requests_overdue_total", "counter", _SERVERS,
         "Requests refused because their sender had stopped waiting before they could be looked at.",
     ),
     Definition(
-        "kvcomm_ring_epoch", "gauge", _NODES, "Epoch of the ring that this node works by; 0 = none yet.",
+        "kvcomm_ring_epoch", "gauge", _SERVERS, "Epoch of the ring that this node works by; 0 = none yet.",
     ),
     Definition(
-        "kvcomm_scrapes_stale_total", "counter", _NODES,
+        "kvcomm_scrapes_stale_total", "counter", _SERVERS,
         "Scrapes answered with older numbers because the event loop did not answer in time.",
+    ),
+    # a controller
+    Definition(
+        "kvcomm_controller_term", "gauge", _CONTROLLER,
+        "Epoch of the lease under which this controller leads; 0 = another one does, or none.",
+    ),
+    Definition(
+        "kvcomm_controller_votes", "gauge", _CONTROLLER,
+        "1 = this controller takes part in the decisions of the controllers; 0 = it is catching up. At 0 for "
+        "long: too few of the others remember what it has lost.",
+    ),
+    Definition(
+        "kvcomm_hot_keys", "gauge", _CONTROLLER,
+        "Keys that are hot at present, by what the leader has found. Hot blocks are brought to the pools of "
+        "all racks; answers about hot records may be kept for a moment.",
+        {"plane": ("block", "record")},
     ),
     # a shard's disk tier, and the copies that it gets back
     Definition(
@@ -530,6 +565,23 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_refill_rounds_total", "counter", _SHARD,
         "Comparisons of this shard's blocks with those of all others. `failed`: not with all of them.",
         {"outcome": ("complete", "failed")},
+    ),
+    Definition(
+        "kvcomm_shed_blocks_total", "counter", _SHARD,
+        "Blocks that were dropped because the ring gave them to other shards.",
+    ),
+    Definition(
+        "kvcomm_shed_bytes_total", "counter", _SHARD, "Bytes of their copies.",
+    ),
+    Definition(
+        "kvcomm_move_records_left", "gauge", _SHARD,
+        "Records that this shard still has to get or to drop after a change of the ring, about.",
+    ),
+    Definition(
+        "kvcomm_move_blocks_left", "gauge", _SHARD, "The same for blocks.",
+    ),
+    Definition(
+        "kvcomm_move_bytes_left", "gauge", _SHARD, "Bytes of both.",
     ),
     # a shard's records
     Definition(
@@ -618,7 +670,12 @@ DEFINITIONS: tuple[Definition, ...] = (
 def reference() -> str:
     """``docs/metrics.md``."""
     lines = list(_PREAMBLE)
-    for scopes, title in ((_CLIENT, "Agents"), (_NODES, "Pools and shards"), (_SHARD, "Shards only")):
+    for scopes, title in (
+        (_CLIENT, "Agents"),
+        (_NODES, "Pools and shards"),
+        (_SHARD, "Shards only"),
+        (_POOL, "Pools only"),
+    ):
         lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
         for each in DEFINITIONS:
             if each.scopes == scopes:

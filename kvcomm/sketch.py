@@ -329,6 +329,11 @@ class Hotness:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    @property
+    def width(self) -> int:
+        """Cells of a row; an average cell holds so great a part of all that came."""
+        return self._sketch.width
+
     def add(self, key: bytes, now: float, amount: float = 1.0) -> float:
         """Count ``key``; its estimate as of ``now``."""
         estimate = self._sketch.add(key, now, amount)

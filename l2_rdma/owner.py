@@ -270,6 +270,11 @@ class Owner:
             if slot is not None and inspected_bytes < INSPECT_BYTES_MAX:
                 inspected_bytes += self._inspect(slot)
 
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            if (slot := self._published.get(key)) is not None:
+                self._retire_published(slot)
+
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         given = self._hazards.open(holder, slots)
         self._share_pins()

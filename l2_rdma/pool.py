@@ -17,10 +17,12 @@ from pathlib import Path
 from kvcomm.block import Incarnation
 from kvcomm.blockservice import BlockService
 from kvcomm.blockstore import BlockStore
-from kvcomm.credentials import Credentials
-from kvcomm.errors import ConfigError
+from kvcomm.credentials import NODE_TENANT, Credentials
+from kvcomm.errors import ConfigError, Refused
+from kvcomm.machine import Origin
 from kvcomm.namespace import TenantDigest
-from kvcomm.serve import DataServer
+from kvcomm.serve import DataServer, ReplyFunction
+from kvcomm.wire.messages import Done, Message, WarmOrder
 from l2_rdma.fence import barrier_everywhere, grace_s
 from l2_rdma.layout import plan_layout
 from l2_rdma.owner import Owner
@@ -31,6 +33,7 @@ from l2_rdma.transports.cuda.slots import DeviceSlots
 from l2_rdma.transports.desk import Desk
 from l2_rdma.transports.known import find_providers
 from l2_rdma.transports.port import WireOptions
+from l2_rdma.warming import Source, Warming, no_source
 
 BACK_SLICE_BYTES = 64 << 20
 _TICK_MIN_S = 0.001
@@ -82,6 +85,8 @@ class RunningPool:
     """One-sided ways into its memory that it offers."""
     refused_transports: Mapping[str, str]
     """What was to be offered and cannot run here, and why."""
+    warming: Warming
+    """Brings copies here that many ask for."""
 
 
 @asynccontextmanager
@@ -183,6 +188,7 @@ async def run_pool(
     stop: asyncio.Event,
     ready: Callable[[RunningPool], None] = lambda pool: None,
     epoch: Callable[[], int] = lambda: 0,
+    source: Source = no_source,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Serve until ``stop`` is set; the region is gone when this returns, however it returns.
@@ -191,6 +197,7 @@ async def run_pool(
         tenant: whose blocks the region holds.  Others may connect, but are shown no region and refused.
         ready: called once, when the pool can be used.
         epoch: the ring epoch that a greeting names.
+        source: where copies of hot blocks are got from; see ``Warming``.
 
     Raises:
         ConfigError: shared memory does not suffice.
@@ -209,14 +216,16 @@ async def run_pool(
             epoch=epoch,
             channels=desk,
         )
+        warming = Warming(owner, digest, source, clock)
         server = DataServer(
-            service,
+            PoolService(service, warming, credentials.tenant_digest(NODE_TENANT)),
             node=node,
             role="pool",
             instance=instance,
             incarnation=incarnation,
             credentials=credentials,
         )
+        warmer: asyncio.Task[None] | None = None
         try:
             bound = await server.start(addresses)
             ready(
@@ -228,15 +237,51 @@ async def run_pool(
                     service.grant_counts,
                     list(found.running),
                     dict(found.refused),
+                    warming,
                 )
             )
+            warmer = asyncio.create_task(warming.run())
+            warmer.add_done_callback(_unheard)
             while not stop.is_set():
                 owner.tick(clock())
                 service.fence_late_writers()
                 await _until(owner, stop, clock)
         finally:
+            if warmer is not None:
+                warmer.cancel()
+                await asyncio.gather(warmer, return_exceptions=True)
             await server.close()
             desk.stop()
+
+
+class PoolService:
+    """A ``kvcomm.serve.Service``: orders of the controllers to the warming, everything else to the block
+    service.
+
+    Args:
+        cluster: tenant digest of the cluster's own nodes.
+    """
+
+    def __init__(self, blocks: BlockService, warming: Warming, cluster: bytes) -> None:
+        self._blocks, self._warming, self._cluster = blocks, warming, cluster
+        self.welcome, self.sink, self.closed = blocks.welcome, blocks.sink, blocks.closed
+
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        if not isinstance(message, WarmOrder):
+            self._blocks.handle(origin, message, payload, reply)
+            return
+        if origin.tenant != self._cluster:
+            raise Refused("only the cluster's own nodes say which blocks a pool is to have")
+        self._warming.order(message)
+        reply(Done())
+
+
+def _unheard(task: asyncio.Task[None]) -> None:
+    """A pool without warming still serves; but why it has none is said."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("bringing hot blocks here broke: %r", error, exc_info=error)
 
 
 async def _until(owner: Owner, stop: asyncio.Event, clock: Callable[[], float]) -> None:

@@ -9,7 +9,12 @@ Theory of operation.  One comparison, all of it asked by us, in bounded question
                 they lack
 
 Merging is commutative and idempotent, so nothing here has to be exact: a record that changes meanwhile, or
-that two comparisons carry at once, only costs a little traffic.  After each exchange the comparison rests for
+that two comparisons carry at once, only costs a little traffic.
+
+A comparison also tells whether the other *vouched* for what it has: whether all that it acknowledged was in
+the comparison (see ``l3_shard.readiness``).  It does not where its disk is new, or has damaged records.
+
+After each exchange the comparison rests for
 as long as the exchange took, so that it never takes more than half of what a busy shard can do.
 """
 
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge
+from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.wire.messages import (
     Done,
     Failure,
@@ -64,9 +69,17 @@ class CompareCounts:
     """Records in which the other knew more."""
     pushed: int = 0
     """Records in which we knew more."""
+    fetched_count: int = 0
+    fetched_bytes: int = 0
+    """Of values, in all records that were asked for."""
     contradictions: int = 0
     """Records that cannot be merged, now or later: some replica lost its state and kept its id, or too many
     wrote the record.  They do not make a comparison fail: a new store would never have caught up."""
+
+    @property
+    def mean_bytes(self) -> float:
+        """Of the values of a record that was asked for."""
+        return self.fetched_bytes / self.fetched_count if self.fetched_count else 0.0
 
 
 class Comparing:
@@ -76,6 +89,8 @@ class Comparing:
         done: hears the end; ``None`` = the replicas are equal (but for what was written meanwhile), else what
             went wrong.
         keys_max: records exchanged at once.
+        keeps: whether a stored key is ours to keep.
+        merged: hears of each record that changed here, what it was before and after.
     """
 
     def __init__(
@@ -90,11 +105,17 @@ class Comparing:
         counts: CompareCounts,
         *,
         keys_max: int = EXCHANGE_KEYS,
+        keeps: Callable[[bytes], bool],
+        merged: Callable[[bytes, RecordState, RecordState], None],
         done: Callable[[Message | None], None],
     ) -> None:
+        self.vouched = True
+        self.differing_count = 0
+        """Records in which we differed."""
         self._node, self._me, self._epoch = node, me, epoch
         self._desk, self._lines, self._forest, self._timers = desk, lines, forest, timers
-        self._counts, self._keys_max, self._done = counts, keys_max, done
+        self._counts, self._keys_max, self._keeps, self._done = counts, keys_max, keeps, done
+        self._merged = merged
         self._descent = Descent(forest.tree(node), NODES_MAX)
         self._leaves: deque[int] = deque()
         self._keys: deque[bytes] = deque()
@@ -103,6 +124,14 @@ class Comparing:
         """Why a record could not be merged here, if one could not: then we are not equal."""
         self._over = False
         self._began_at = 0.0
+        self._listed_leaves = self._listed_keys = 0
+        """That were told by the other, and the keys in which we differ there."""
+
+    @property
+    def left_count(self) -> int:
+        """Records in which we may differ, about."""
+        a_leaf = self._listed_keys / self._listed_leaves if self._listed_leaves else 1.0
+        return len(self._keys) + int(a_leaf * len(self._leaves))
 
     def start(self) -> None:
         self._forest.settle(self._settled)
@@ -143,6 +172,7 @@ class Comparing:
         if not isinstance(answer, TreeDigests):
             self._end(answer)
             return
+        self.vouched &= not answer.degraded
         try:
             self._descent.told(answer.digests)
         except ValueError as error:
@@ -185,7 +215,10 @@ class Comparing:
         self._keys.extend(
             key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)
         )
+        self._listed_leaves += answer.leaf_count
+        self._listed_keys += len(self._keys)
         self._found |= bool(self._keys)
+        self.differing_count += len(self._keys)
         self._next_keys()
 
     # -- exchange
@@ -198,7 +231,7 @@ class Comparing:
             return
         keys = list(self._keys)[: self._keys_max]
         self._began_at = self._desk.now
-        self._ask(RecordFetch(self._epoch, keys), partial(self._fetched, keys))
+        self._ask(RecordFetch(self._epoch, keys, compares=True), partial(self._fetched, keys))
 
     def _fetched(self, keys: Sequence[bytes], answer: Message) -> None:
         if isinstance(answer, Failure) and answer.code == TooLarge.code and len(keys) > 1:
@@ -208,15 +241,20 @@ class Comparing:
         if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
             self._end(answer)
             return
+        self.vouched &= not answer.degraded
         for _ in keys:
             self._keys.popleft()
+        self._counts.fetched_count += len(keys)
+        self._counts.fetched_bytes += sum(
+            dvv.value_bytes(state) for state in answer.states if state is not None
+        )
         exchange = _Exchange(self, len(keys))
         for key, state in zip(keys, answer.states, strict=True):
             self._merge(exchange, key, state or dvv.EMPTY)
 
     def _merge(self, exchange: _Exchange, key: bytes, state: RecordState) -> None:
         try:
-            self._lines.change(key, _Merge(exchange, key, dvv.checked(state)))
+            self._lines.change(key, _Merge(exchange, key, dvv.checked(state), self._keeps, self._merged))
         except (Refused, Corrupt) as error:
             exchange.failed(error)
 
@@ -293,17 +331,31 @@ class _Exchange:
 class _Merge:
     """A ``Change``: the other's state into ours."""
 
-    def __init__(self, exchange: _Exchange, key: bytes, theirs: RecordState) -> None:
-        self._exchange, self._key, self._theirs = exchange, key, theirs
-        self._learned = False
+    def __init__(
+        self,
+        exchange: _Exchange,
+        key: bytes,
+        theirs: RecordState,
+        keeps: Callable[[bytes], bool],
+        merged: Callable[[bytes, RecordState, RecordState], None],
+    ) -> None:
+        self._exchange, self._key, self._theirs, self._keeps = exchange, key, theirs, keeps
+        self._tell_merged = merged
+        self._before: RecordState | None = None
+        """What was here, if the other knew more."""
 
     def apply(self, state: RecordState) -> RecordState:
+        """The ring may have changed since the record was asked for."""
+        if not self._keeps(self._key):
+            raise Unavailable("the record has other owners by now")
         merged = dvv.merge(state, self._theirs)
-        self._learned = merged != state
+        self._before = state if merged != state else None
         return merged
 
     def durable(self, state: RecordState) -> None:
-        self._exchange.pulled_count += self._learned
+        if self._before is not None:
+            self._exchange.pulled_count += 1
+            self._tell_merged(self._key, self._before, state)
         if state != self._theirs:
             self._exchange.lacking[self._key] = state
         self._exchange.settled()

@@ -2,7 +2,8 @@
 
 A key goes to its first owner that is not passed over.  One that cannot be reached is replaced by the next;
 when all have failed a moment ago they are tried all the same, for an error must be true.  A newer map is
-adopted and the keys are placed again, once.
+adopted and the keys are placed again, once.  While a record moves, the owners that it is moved to or from may
+coordinate too, after those that it is read from; what needs a majority is decided by the latter alone.
 
 What needs a majority is waited for longest, and an owner that hangs is found out by the wait alone.  So one
 that was silent when it was asked last is not asked first again when its time to be passed over is up: it is
@@ -130,7 +131,8 @@ class Coordination:
         by_node: dict[str, list[int]] = {}
         todo, self._todo = self._todo, []
         for index in todo:
-            owners = ring.replicas(self._batch.keys[index])
+            key = self._batch.keys[index]
+            owners = ring.replicas(key) if self._batch.majority else ring.keepers(key)
             node = self._choose(owners, self._tried.get(index, ()))
             if node is not None:
                 by_node.setdefault(node, []).append(index)

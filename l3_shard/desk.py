@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvcomm.errors import KVCommError, Refused
+from kvcomm.errors import KVCommError, OutcomeUnknown, Refused, Unavailable
 from kvcomm.machine import Answered, AskPeer, Effect, Origin, Reply, Ticket
 from kvcomm.wire.messages import Failure, Message
 
@@ -79,7 +79,11 @@ class Desk:
         self.refused_count = 0
         self._tickets = tickets
         self._effects: list[Effect] = []
-        self._asks: dict[Ticket, tuple[Callable[[Message], None], int]] = {}
+        self.heard: Callable[[str], None] = _nobody
+        """Hears who has answered a question, whatever it said."""
+        self.unheard: Callable[[str], None] = _nobody
+        """Hears of whom a question came to nothing, it may be because it is away."""
+        self._asks: dict[Ticket, tuple[str, Callable[[Message], None], int]] = {}
         self._open_count = 0
         self._held_bytes = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -138,14 +142,16 @@ class Desk:
         The question holds ``held_bytes`` until then.
         """
         ticket = self.ticket()
-        self._asks[ticket] = (then, held_bytes)
+        self._asks[ticket] = (node, then, held_bytes)
         self._held_bytes += held_bytes
         wait_s = self.limits.request_timeout_s if timeout_s is None else timeout_s
         self._effects.append(AskPeer(ticket, node, message, self.now + wait_s))
 
     def answered(self, event: Answered) -> None:
-        then, held_bytes = self._asks.pop(event.ticket)
+        node, then, held_bytes = self._asks.pop(event.ticket)
         self._held_bytes -= held_bytes
+        unsaid = isinstance(event.message, Failure) and event.message.code in _PERHAPS_UNSAID
+        (self.unheard if unsaid else self.heard)(node)
         then(event.message)
 
     def ticket(self) -> Ticket:
@@ -179,9 +185,17 @@ class Desk:
         requests = [request for _, _, request in self._deadlines if request.open]
         assert len(requests) == self._open_count <= self.limits.requests_max
         held_bytes = sum(request.held_bytes for request in requests) + sum(
-            held for _, held in self._asks.values()
+            held for _, _, held in self._asks.values()
         )
         assert held_bytes == self._held_bytes
+
+
+_PERHAPS_UNSAID = (Unavailable.code, OutcomeUnknown.code)
+"""Failures that a peer may have answered, or nobody."""
+
+
+def _nobody(_node: str) -> None:
+    """Hears nothing."""
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ copies, and no put waits for the disk::
 
     publish ─► waiting keys ─► lease ─► thread: remove victims, write, rename ─► index
     get, not in the region ─► thread: read, verify ─► reply; perhaps into the region
+    copies of other shards for which the region has no room ─► thread: write, rename ─► index
 
 A copy that is read goes into the region where there is room that nobody uses, and by evicting others only
 when it is read a second time: going once through a disk larger than memory evicts nothing (as SIEVE keeps
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -50,6 +51,8 @@ READ_BYTES_MAX = 128 << 20
 """Of copies that are being read: what is over is a miss."""
 WAITING_MAX = 65_536
 """Keys that wait to be written; the oldest is dropped for one more."""
+GIVEN_MAX = 64
+"""Copies that are to be kept and are not written yet; one more is refused."""
 FLUSH_S = 1.0
 """At the end, for what waits to be written."""
 CLOSE_TIMEOUT_S = 2.0
@@ -108,9 +111,26 @@ class _Read:
 @dataclass(eq=False, slots=True)
 class _Write:
     entry: DiskEntry
-    lease: Lease
+    lease: Lease | None
+    """Of a copy that is above."""
+    done: Callable[[bool], None]
     timer: asyncio.TimerHandle
     overdue: bool = False
+    unwanted: bool = False
+    """It was dropped meanwhile."""
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A copy that is not above."""
+
+    key: BlockKey
+    copy: memoryview
+    done: Callable[[bool], None]
 
 
 class BlockDisk:
@@ -135,6 +155,7 @@ class BlockDisk:
         self._readers = DiskThreads(READ_THREADS, "kvcomm-disk-read")
         # In order; taking the first of a long plain dict passes over all that were taken before.
         self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
+        self._given: deque[_Given] = deque()
         self._write: _Write | None = None
         self._reads: dict[BlockKey, _Read] = {}
         self._reading_bytes = 0
@@ -162,6 +183,23 @@ class BlockDisk:
             self._waiting.popitem(last=False)
             self._dropped_count += 1
         self._pump()
+
+    def keep(self, key: BlockKey, copy: memoryview, done: Callable[[bool], None]) -> None:
+        if self._closed or len(self._given) == GIVEN_MAX or not self._health.writes(self._clock()):
+            done(False)
+            return
+        self._given.append(_Given(key, copy, done))
+        self._pump()
+
+    def drop(self, keys: Sequence[BlockKey], done: Callable[[], None]) -> None:
+        for key in keys:
+            self._waiting.pop(key, None)
+            if self._write is not None and self._write.entry.key == key:
+                self._write.unwanted = True
+            if self._index.remove(key) is not None:
+                self._remove(key)
+        self._submit(self._writer, _nothing, lambda _: done())  # in turn: after those removals
+        self._note_idle()
 
     def recall(
         self,
@@ -235,7 +273,7 @@ class BlockDisk:
         if self._write is not None:  # the disk is stuck: its thread has the slot's memory until it wakes up
             _log.error("the disk did not finish a write in %g s", CLOSE_TIMEOUT_S)
             self._write.timer.cancel()
-            self._write.lease.release()
+            self._write.release()
         for threads in (self._writer, self._readers):
             threads.close()
         self._files.close()
@@ -275,10 +313,14 @@ class BlockDisk:
 
     def _pump(self) -> None:
         """Start the next write, if it is time."""
-        while self._write is None and self._waiting and not self._closed:
+        while self._write is None and (self._waiting or self._given) and not self._closed:
             if not self._health.writes(self._clock()):
+                self._refuse_given()
                 self._wait_for_room()
                 break
+            if self._given:  # first: somebody waits for it
+                self._begin_given(self._given.popleft())
+                continue
             key, _ = self._waiting.popitem(last=False)
             if key not in self._index:
                 self._begin(key)
@@ -293,20 +335,41 @@ class BlockDisk:
             if lease is not None:
                 lease.release()
             return
-        timer = self._loop.call_later(self._write_timeout_s, self._write_overdue)
-        self._write = _Write(entry, lease, timer)
         for victim in victims:
             self._remove(victim.key)
-        self._submit(self._writer, partial(self._files.write, key, lease.copy), self._wrote)
+        self._begin_write(entry, lease.copy, lease, _unheard)
+
+    def _begin_given(self, given: _Given) -> None:
+        if given.key in self._index:
+            given.done(True)
+            return
+        entry = _entry_of(given.key, given.copy)
+        if entry is None or self._index.promise(entry.copy_bytes, evict=False) is None:
+            given.done(False)
+            return
+        self._begin_write(entry, given.copy, None, given.done)
+
+    def _begin_write(
+        self, entry: DiskEntry, copy: memoryview, lease: Lease | None, done: Callable[[bool], None]
+    ) -> None:
+        timer = self._loop.call_later(self._write_timeout_s, self._write_overdue)
+        self._write = _Write(entry, lease, done, timer)
+        self._submit(self._writer, partial(self._files.write, entry.key, copy), self._wrote)
+
+    def _refuse_given(self) -> None:
+        given, self._given = self._given, deque()
+        for each in given:
+            each.done(False)
 
     def _wrote(self, writing: Future[None]) -> None:
         write, self._write = self._write, None
         if write is None:
             return  # closed meanwhile
-        write.lease.release()
+        write.release()
         write.timer.cancel()
         if write.overdue:
             self._health.came()
+        kept = False
         try:
             writing.result()
         except OSError as error:
@@ -314,10 +377,20 @@ class BlockDisk:
             self._dropped_count += 1
             self._failed(error)
         else:
-            self._written_count += 1
-            self._index.kept(write.entry)
-            self._health.wrote()
+            kept = self._written(write)
+        write.done(kept)
         self._pump()
+
+    def _written(self, write: _Write) -> bool:
+        """Whether the file that is there now is to stay."""
+        self._written_count += 1
+        self._health.wrote()
+        if write.unwanted:
+            self._index.not_kept(write.entry.copy_bytes)
+            self._remove(write.entry.key)
+        else:
+            self._index.kept(write.entry)
+        return not write.unwanted
 
     def _write_overdue(self) -> None:
         assert self._write is not None
@@ -336,10 +409,11 @@ class BlockDisk:
     def _drop_waiting(self) -> None:
         self._dropped_count += len(self._waiting)
         self._waiting.clear()
+        self._refuse_given()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._write is None and not self._waiting:
+        if self._write is None and not self._waiting and not self._given:
             self._idle.set()
         else:
             self._idle.clear()
@@ -402,6 +476,8 @@ class BlockDisk:
             recall.take(key, None)
 
     def _promote(self, entry: DiskEntry, copy: memoryview) -> None:
+        if entry.key not in self._index:
+            return  # dropped while it was read
         again, now = self._index.touch(entry.key), self._clock()
         want = Want(entry.key, entry.copy_bytes)
         (grant,) = self._store.reserve([want], _HOLDER, ANY_TENANT, now, evict=again)
@@ -451,6 +527,14 @@ async def _opened(directory: Path, fsync: bool) -> BlockFiles:
         raise Unavailable(f"{directory}: the disk did not answer in {OPEN_TIMEOUT_S:g} s") from error
     finally:
         opening.close()
+
+
+def _nothing() -> None:
+    """Of a thread that is to tell how far it has come."""
+
+
+def _unheard(_kept: bool) -> None:
+    """Nobody waits for this write."""
 
 
 def _entry_of(key: BlockKey, copy: memoryview) -> DiskEntry | None:

@@ -69,13 +69,15 @@ class DiskIndex:
             self._marked.add(key)
         return again
 
-    def promise(self, copy_bytes: int) -> list[DiskEntry] | None:
+    def promise(self, copy_bytes: int, *, evict: bool = True) -> list[DiskEntry] | None:
         """Take room for one more file; the entries that make room for it, which are gone from here.
 
-        ``None``: there is no room, even if all that is here went; nothing was changed.
+        ``None``: there is no room, even if all that is here went (or, without ``evict``, as long as it
+        stays); nothing was changed.
         """
         wanted = room_bytes(copy_bytes)
-        if self._promised_bytes + wanted > self.capacity_bytes:
+        staying_bytes = 0 if evict else self.used_bytes
+        if staying_bytes + self._promised_bytes + wanted > self.capacity_bytes:
             return None
         victims: list[DiskEntry] = []
         while self.used_bytes + self._promised_bytes + wanted > self.capacity_bytes:

@@ -10,6 +10,9 @@ Where there are several copies the fastest owner is asked, and when it takes lon
 is asked too: the first answer counts.  A window that was outpaced stays under way until the operation ends;
 each window is received into memory of its own, so a late copy touches nothing that was handed on.
 
+While keys are being moved from one placement to another, what the owners have not is asked for where it may
+be still, or already.
+
 A shard whose copies were damaged is told at once, so that it can hide what is damaged there: else it would
 call the block present for ever, and nobody could publish it again.  No block waits for that.
 """

@@ -72,6 +72,8 @@ class Hints:
 
     def __init__(self, bytes_max: int, age_s: float, save: Save, stored: Mapping[bytes, bytes]) -> None:
         self.counts = HintCounts()
+        self.handed: Callable[[str, int], None] = _unheard
+        """Hears to whom how many were handed on."""
         self.held_bytes = 0
         self._bytes_max, self._age_ms, self._save = bytes_max, int(age_s * 1_000), save
         self._by_node: dict[str, dict[bytes, Hint]] = {}
@@ -120,7 +122,9 @@ class Hints:
 
     def delivered(self, node: str, hints: Sequence[Hint]) -> None:
         """``node`` has them."""
-        self.counts.delivered += self._settle(node, hints)
+        count = self._settle(node, hints)
+        self.counts.delivered += count
+        self.handed(node, count)
 
     def void(self, node: str, hints: Sequence[Hint]) -> None:
         """There is nothing to hand on."""
@@ -160,6 +164,10 @@ class Hints:
         keys = [key for hints in self._by_node.values() for key in hints]
         assert self.held_bytes == sum(map(_bytes, keys))
         assert all(self._by_node.values()), "a node without hints is not listed"
+
+
+def _unheard(_node: str, _count: int) -> None:
+    """Nobody counts them."""
 
 
 def _bytes(key: bytes) -> int:

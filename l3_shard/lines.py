@@ -60,6 +60,7 @@ class Local(Generic[S]):
 
 
 Reader = Callable[[Local[S]], None]
+Notes = tuple[tuple[bytes, bytes | None], ...]
 
 TURN_BYTES = 1 << 20
 """A change of a set of 4,000 elements takes 13 ms: 256 in one turn would hold up all others for 3 s."""
@@ -317,10 +318,10 @@ class Lines(Generic[S]):
         """Whether ``flush`` has something to do."""
         return bool(self._to_load or self._to_apply)
 
-    def flush(self, replica: str) -> list[Effect]:
+    def flush(self, replica: str, notes: Callable[[], Notes] = tuple) -> list[Effect]:
         """Order what has come together: one ``Load`` and one ``Persist`` at most.
 
-        ``replica`` is the id that changes applied now were dotted with.
+        ``replica`` is the id that changes applied now were dotted with; ``notes`` go with the ``Persist``.
         """
         effects: list[Effect] = []
         if self._to_load:
@@ -331,7 +332,7 @@ class Lines(Generic[S]):
         if writes := self._apply():
             ticket = self._ticket()
             self._persists[ticket] = tuple(key for key, _ in writes)
-            effects.append(Persist(ticket, writes, replica, self._database))
+            effects.append(Persist(ticket, writes, replica, self._database, notes()))
         return effects
 
     def _apply(self) -> tuple[tuple[bytes, S], ...]:

@@ -3,7 +3,7 @@
 The fastest owner is asked first.  What it has not, or did not say in the usual time, the next owner is asked
 for, so a block with several copies is found although one owner lost it or stands still.  Who was slow may
 still answer first.  "Absent" is said only when every owner said so: where one says it and another is late,
-nobody waits, and the answer is ``None``.
+nobody waits, and the answer is ``None``.  While keys are being moved all that keep the block are owners here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Locating:
 
     def _overdue_at(self, asking: _Asking) -> float | None:
         """``None``: nothing is gained by not waiting."""
-        if asking.outlasted or self._routes.ring.to_map().block_copies == 1:
+        ring = self._routes.ring
+        if asking.outlasted or (ring.to_map().block_copies == 1 and not ring.moving):
             return None
         return asking.began + self._routes.speeds.patience_s(0)
 
@@ -136,9 +137,7 @@ class Locating:
         return [index for index in indices if not self._found[index]]
 
     def _said(self, index: int) -> Presence:
-        if self._found[index] is False and not self._absent_at[index].issuperset(self._owners(index)):
-            return None  # some owner may have it for all we know
+        keepers = self._routes.ring.block_keepers(self._keys[index])
+        if self._found[index] is False and not self._absent_at[index].issuperset(keepers):
+            return None  # some of them may have it for all we know
         return self._found[index]
-
-    def _owners(self, index: int) -> Sequence[str]:
-        return self._routes.ring.block_owners(self._keys[index])

@@ -107,6 +107,11 @@ class Marking:
             ],
         )
 
+    def reports(self, now: float) -> Sequence[Message]:
+        """:meth:`report`, for a node's heart."""
+        report = self.report(now)
+        return () if report is None else (report,)
+
     def _told(self, origin: Origin, message: HotRecords, now: float) -> None:
         if origin.tenant != self._node_tenant:
             raise Refused("only the cluster's own nodes say which records are hot")

@@ -24,6 +24,7 @@ from kvcomm.validators import Validators
 from kvcomm.wire.messages import RingMap
 from l3_shard.commits import Commits
 from l3_shard.desk import ShardLimits
+from l3_shard.peers import WatchOptions
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.ring import Ring
 from l3_shard.scrub import ScrubCounts
@@ -50,6 +51,7 @@ class RecordOptions:
     connect_timeout_s: float = 1.0
     repair: RepairOptions = field(default_factory=RepairOptions)
     validators: Validators = field(default_factory=Validators)
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
 
 class RecordProcess:
@@ -130,6 +132,7 @@ class RecordProcess:
                 notes=store.notes(),
                 strong=StrongIdentity(strong_store.replica, incarnation, random.random),
                 validators=options.validators,
+                watch=options.watch,
             )
         except BaseException:
             store.close()
@@ -150,7 +153,8 @@ class RecordProcess:
         return self.machine.ring.epoch
 
     def ring(self) -> RingMap:
-        return self.machine.ring.to_map()
+        """The newest map that the machine works by for good, whatever happens to this process."""
+        return self.machine.taken.to_map()
 
     def adopt(self, ring_map: RingMap) -> int:
         """Offer a map; the epoch that the machine works by afterwards."""
@@ -210,12 +214,13 @@ class _RingWatch(Machine):
 
     def __init__(self, machine: Shard, changed: Callable[[], None]) -> None:
         self._machine, self._changed = machine, changed
-        self._ring: Ring = machine.ring
+        self._rings: tuple[Ring, Ring] = (machine.ring, machine.taken)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects = self._machine.handle(event, now)
-        if self._machine.ring is not self._ring:
-            self._ring = self._machine.ring
+        rings = (self._machine.ring, self._machine.taken)
+        if rings[0] is not self._rings[0] or rings[1] is not self._rings[1]:
+            self._rings = rings
             self._changed()
         return effects
 

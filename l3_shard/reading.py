@@ -40,7 +40,7 @@ class Query(NamedTuple):
     """Answers that meet every write quorum: needed when ours cannot be relied on."""
     witness: bool = True
     """Whether our own word counts as one: not while a new store has yet to learn what its predecessor
-    knew."""
+    knew, nor if we are none of those that the record is read from, or are not ready to be."""
     least: Dots = NOTHING
     """What the caller has seen or written already: an answer that has not is never given silently."""
 
@@ -81,7 +81,8 @@ class _Record:
 
 class Reading:
     """``repair(key, state, mends)`` merges into our own copy, which is whole again if it ``mends``;
-    ``refused(answer)`` hears of every peer that did not answer.
+    ``refused(answer)`` hears of every peer that did not answer; ``stale(epoch)`` is what callers are told
+    whose ``epoch`` is over, ``None`` = it is not.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class Reading:
         lines: Lines[RecordState],
         repair: Callable[[bytes, RecordState, bool], None],
         refused: Callable[[Message], None],
+        stale: Callable[[int], KVCommError | None],
     ) -> None:
         self.degraded_count = 0
         self.contradiction_count = 0
         """States that contradict another replica's."""
         self._desk, self._lines, self._repair, self._refused = desk, lines, repair, refused
+        self._stale = stale
 
     def get(self, origin: Origin, epoch: int, queries: Sequence[Query]) -> None:
         """Coordinate one request.
@@ -202,9 +205,11 @@ class Reading:
         self._desk.close(get.request, self._verdict(get))
 
     def _verdict(self, get: _Get) -> Message | KVCommError:
+        degraded = any(record.degraded for record in get.records)
+        if degraded and (stale := self._stale(get.epoch)) is not None:
+            return stale
         if not all(record.answer_count or record.state.context for record in get.records):
             return Unavailable("no replica could read the record; retry later")
-        degraded = any(record.degraded for record in get.records)
         return self._answer([record.state for record in get.records], degraded)
 
     def _answer(self, found: Sequence[RecordState], degraded: bool) -> Message | KVCommError:

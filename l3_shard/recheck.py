@@ -1,4 +1,4 @@
-"""``Recheck``: what a shard finds out before it answers callers again after it stood still.
+"""``Recheck``: what a shard finds out before it answers callers again after it stood still, or was away.
 
 A shard that was stopped for a while goes on with what it believed then, and with a queue of requests from
 then.  Strong votes and acknowledged records are on its disk and need no second look; requests whose senders
@@ -63,9 +63,11 @@ class Recheck:
         """How often we stood still."""
         self._node, self._desk, self._timers = node, desk, timers
         self._ring, self._adopt, self._serve = ring, adopt, serve
+        self._number = 0
+        """Of the doubt."""
         self._in_doubt = False
-        self._asked_count = 0
-        """``count`` when the others were asked last: only that doubt can end."""
+        self._asked_number = 0
+        """Of the doubt about which the others were asked last: only that one can end."""
         self._silent: set[str] = set()
         """Who has not answered yet."""
         self._held: list[_Held] = []
@@ -74,14 +76,19 @@ class Recheck:
     def resumed(self) -> None:
         """We stood still until now."""
         self.count += 1
+        self.doubt()
+
+    def doubt(self) -> None:
+        """What we know of the ring may be old."""
+        self._number += 1
         others = [name for name in self._ring().names if name != self._node]
         if not others or self._node not in self._ring():
-            self._over(self.count)  # what has been held since an earlier time is for this ring to refuse
+            self._over(self._number)  # what has been held since an earlier time is for this ring to refuse
             return
-        self._in_doubt, self._asked_count, self._silent = True, self.count, set(others)
+        self._in_doubt, self._asked_number, self._silent = True, self._number, set(others)
         for node in others:
-            self._desk.ask(node, RingGet(), partial(self._heard, self.count, node))
-        self._timers.at(self._desk.now + RECHECK_S, partial(self._over, self.count))
+            self._desk.ask(node, RingGet(), partial(self._heard, self._number, node))
+        self._timers.at(self._desk.now + RECHECK_S, partial(self._over, self._number))
 
     def holds(self, origin: Origin, message: Message) -> bool:
         """Whether a caller's request has to wait; it is served later.
@@ -101,14 +108,14 @@ class Recheck:
     def _heard(self, number: int, node: str, answer: Message) -> None:
         if isinstance(answer, RingMap):
             self._adopt(answer)
-        if number != self.count or not self._in_doubt:
+        if number != self._number or not self._in_doubt:
             return
         self._silent.discard(node)
         if not self._silent:
             self._over(number)
 
     def _over(self, number: int) -> None:
-        if number != self.count or not self._in_doubt:
+        if number != self._number or not self._in_doubt:
             return
         self._in_doubt = False
         held, self._held, self._held_bytes = self._held, [], 0
@@ -118,7 +125,7 @@ class Recheck:
     def check(self) -> None:
         """Assert that nothing is held for nothing and the bounds hold."""
         assert self._in_doubt or not self._held
-        assert not self._in_doubt or self._asked_count == self.count, "a doubt that nobody ends"
+        assert not self._in_doubt or self._asked_number == self._number, "a doubt that nobody ends"
         assert len(self._held) <= HELD_MAX and self._held_bytes <= HELD_BYTES_MAX
 
 

@@ -1,8 +1,13 @@
-"""``Refilling``: gets back, in the background, the copies of blocks that this shard should have and lacks.
+"""``Refilling``: gets, in the background, the copies of blocks that this shard should have and lacks.
 
 ``Round`` decides what to ask; here are the clock, the wire, and the memory.  Copies are received straight
 into slots that were free: nothing is evicted for them, and they do not count as used.  A slot is given back
-only after its request has ended, so no late byte is received into memory that went to somebody else.
+only after its request has ended, so no late byte is received into memory that went to somebody else.  What
+memory has no room for goes to the disk tier, if there is one: what a shard that leaves has on its disk is
+more than anybody's memory.
+
+A change of the ring begins a round at once.  Who was not reached, or has not heard of the ring yet, is asked
+again soon, and less and less often; who told and gave all that it has is not, until the next interval.
 """
 
 from __future__ import annotations
@@ -11,31 +16,41 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
-from kvcomm.block import BlockKey
+from kvcomm.block import HEADER_BYTES, BlockKey, verify_copy
 from kvcomm.blockstore import ANY_TENANT, BlockStore, Depot
+from kvcomm.errors import Corrupt
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.frames import discard
-from kvcomm.wire.messages import BlockCopies, BlockGet, Grant, Message
+from kvcomm.wire.messages import SUSPECTS_MAX, BlockCopies, BlockGet, BlockSuspect, Grant, Message
+from l3_shard.blockmove import Getting
 from l3_shard.pace import Pace
-from l3_shard.refill import WINDOW_BYTES, AskHoldings, Round, Take
+from l3_shard.refill import WINDOW_BYTES, WINDOW_KEYS, AskHoldings, Round, Take
 from l3_shard.ring import Ring
 
-SETTLE_S = 1.0
-"""After a change of the ring: the others hear of it, too."""
-RETRY_S = 5.0
-"""After a round in which somebody did not answer; twice as long each time, up to the usual interval."""
+RETRY_S = 0.25
+"""After a round in which somebody did not answer; twice as long each time, up to the usual interval, and
+never shorter than the round took."""
 PAGE_PAUSE_S = 0.02
 """Before each further page of names, for each peer: one page takes a shard 2 to 3 ms, in which it serves
 nobody, and all of them may be asking it."""
 OPENING_MAX_S = 60.0
 """How long the disk tier may take to know what it holds, until it is not waited for."""
 OPENING_LOOK_S = 0.05
+RATE_MIN_BYTES = 4 << 20
+"""A second: how slowly copies may arrive until the request is given up.  A block of hundreds of megabytes
+needs longer than a request may take, and would be begun again for ever."""
+
+KEEP_TIMEOUT_S = 10.0
+"""For the disk tier to write one window of copies."""
 
 _HOLDER = -2
 """No connection has this number."""
+
+assert WINDOW_KEYS <= SUSPECTS_MAX, "one report a window"
 
 Outcome = Literal["stored", "full", "failed"]
 
@@ -58,11 +73,18 @@ class RefillOptions:
     interval_s: float = 60.0
     """Between rounds when nothing happened."""
     timeout_s: float = 2.0
-    """Of one request."""
+    """Of one request, beside the time that its bytes may take."""
+    limit_s: float = 60.0
+    """How long a move of the ring waits for blocks."""
 
 
 class Refilling:
-    """Run :meth:`run` as a task; :meth:`ring_changed` wakes it up."""
+    """Run :meth:`run` as a task; :meth:`ring_changed` wakes it up.
+
+    Args:
+        peers: of its own: replies of megabytes would hold up the small ones behind them.
+        arrived: hears of copies that were asked for under a ring that is over.
+    """
 
     def __init__(
         self,
@@ -75,64 +97,85 @@ class Refilling:
         ring: Callable[[], Ring],
         resolve: Callable[[str], str],
         clock: Callable[[], float],
+        arrived: Callable[[Sequence[BlockKey]], object] = lambda _: None,
     ) -> None:
         self.counts = RefillCounts()
         self._node, self._options, self._blocks, self._disk = node, options, blocks, disk
         self._peers, self._ring, self._resolve, self._clock = peers, ring, resolve, clock
+        self._arrived = arrived
+        self._getting = Getting(node, ring(), options.limit_s, clock())
+        self._pace = Pace(max(1, options.rate_bytes), WINDOW_BYTES)
+        self._round: Round | None = None
         self._changed = asyncio.Event()
-        self._changed.set()  # we have just started
-        self._done_epoch = -1
 
     def ring_changed(self) -> None:
-        self._changed.set()
+        """There may be another one; idempotent."""
+        if self._getting.placed(self._ring(), self._clock()):
+            self._changed.set()
+
+    def ready(self) -> bool:
+        """Whether this shard has the blocks that a transition gives it, as far as it will."""
+        return not self._options.rate_bytes or self._getting.ready(self._clock())
+
+    def left(self) -> tuple[int, int]:
+        """Blocks and bytes that are still to be got, about; none between rounds."""
+        return (0, 0) if self._round is None else self._round.left()
 
     async def run(self) -> None:
         """Until cancelled."""
         if not self._options.rate_bytes:
             return
-        retry_s = RETRY_S
+        retry_s, again = RETRY_S, False
         while True:
-            if self._changed.is_set():
-                self._changed.clear()
-                retry_s = RETRY_S
-                await asyncio.sleep(SETTLE_S)
+            self._changed.clear()
+            began = self._clock()
             complete = True
             await self._disk_opened()
-            if self._due():
-                ring = self._ring()
-                complete = await self._round(ring)
+            self._getting.placed(self._ring(), self._clock())
+            if again or self._due():
+                complete = await self._search(self._getting.told if again else frozenset())
                 self.counts.rounds["complete" if complete else "failed"] += 1
-                self._done_epoch = ring.epoch if complete else self._done_epoch
-            wait_s = self._options.interval_s if complete else min(retry_s, self._options.interval_s)
-            retry_s = RETRY_S if complete else 2 * wait_s
+            again = not complete
+            wait_s = self._options.interval_s
+            if again:
+                wait_s = min(max(retry_s, self._clock() - began), wait_s)
+            retry_s = 2 * retry_s if again else RETRY_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
+                    retry_s = RETRY_S
 
     def _due(self) -> bool:
         """With one copy of each block only a change of the ring brings a shard what it lacks."""
-        ring = self._ring()
-        return ring.to_map().block_copies > 1 or ring.epoch != self._done_epoch
+        return self._ring().to_map().block_copies > 1 or not self._getting.complete
 
-    async def _round(self, ring: Ring) -> bool:
-        """Whether everybody was asked, by a ring that is still the newest."""
-        round_ = Round(self._node, ring, self._lacks)
-        pace = Pace(self._options.rate_bytes, WINDOW_BYTES)
-        while (order := round_.next()) is not None:
-            await asyncio.sleep(self._wait_s(order, pace, ring))  # also lets requests in between, at 0.0
-            if self._ring().epoch != ring.epoch:  # the peer may not be in the newest one
-                return False
-            if isinstance(order, AskHoldings):
-                answer = await self._ask(Ask(self._resolve(order.node), order.message))
-                round_.listed(answer.message)
-                continue
-            copies_bytes = await self._take(ring.epoch, order, round_)
-            pace.spend(copies_bytes, self._clock())
+    async def _search(self, told: frozenset[str] | set[str]) -> bool:
+        """One round, by rings that place blocks alike; whether everybody told and gave all that it has."""
+        ring = self._ring()
+        self._getting.placed(ring, self._clock())
+        self._round = round_ = Round(self._node, ring, self._lacks, frozenset(told))
+        try:
+            while (order := round_.next()) is not None:
+                await asyncio.sleep(self._wait_s(order, ring))  # also lets requests in between, at 0.0
+                if self._ring().epoch != ring.epoch:
+                    was, ring = ring, self._ring()
+                    if ring.block_placement != was.block_placement:
+                        return False
+                    round_.renew(ring)
+                    continue
+                if isinstance(order, AskHoldings):
+                    answer = await self._ask(order.node, order.message)
+                    round_.listed(answer.message)
+                else:
+                    self._pace.spend(await self._take(ring, order, round_), self._clock())
+        finally:
+            self._round = None
+        self._getting.took(ring, round_.told, full=round_.full)
         return not round_.failed
 
-    def _wait_s(self, order: AskHoldings | Take, pace: Pace, ring: Ring) -> float:
+    def _wait_s(self, order: AskHoldings | Take, ring: Ring) -> float:
         if isinstance(order, Take):
-            return pace.wait_s(self._clock())
+            return self._pace.wait_s(self._clock())
         return PAGE_PAUSE_S * (len(ring.names) - 1) if order.message.after else 0.0
 
     async def _disk_opened(self) -> None:
@@ -151,60 +194,114 @@ class Refilling:
             present = [here or there for here, there in zip(present, below, strict=True)]
         return [not here for here in present]
 
-    async def _take(self, epoch: int, take: Take, round_: Round) -> int:
-        """Reserve, receive, verify, publish; how many bytes that were."""
+    async def _take(self, ring: Ring, take: Take, round_: Round) -> int:
+        """Make room, receive, verify, publish; how many bytes that were."""
         grants = self._blocks.reserve(take.wants, _HOLDER, ANY_TENANT, self._clock(), evict=False)
-        full_count = sum(grant.status == "full" for grant in grants)
-        self.counts.blocks["full"] += full_count
         slots = [
             _Slot(BlockKey(want.key), want.copy_bytes, grant)
             for want, grant in zip(take.wants, grants, strict=True)
-            if grant.status == "granted"
+            if grant.status == "granted" or (self._disk is not None and grant.status in _NO_ROOM_ABOVE)
         ]
+        full = self._disk is None and any(grant.status == "full" for grant in grants)
+        self.counts.blocks["full"] += sum(grant.status == "full" for grant in grants) if full else 0
         if not slots:
-            round_.took(full=full_count > 0)
+            round_.took(full=full)
             return 0
-        tokens = [slot.grant.token for slot in slots]
+        size_bytes = sum(slot.copy_bytes for slot in slots)
         try:
             receiving = _Receiving(self._blocks, slots)
-            message = BlockGet(epoch, [slot.key for slot in slots])
-            answer = await self._ask(Ask(self._resolve(take.node), message, sink=receiving.sink))
-            stored = self._publish(slots, answer.message)
-        finally:
-            self._blocks.abort(tokens, _HOLDER)  # what was published is not touched by it
-        round_.took(failed=not isinstance(answer.message, BlockCopies), full=full_count > 0)
-        self.counts.blocks["stored"] += len(stored)
-        self.counts.blocks["failed"] += len(slots) - len(stored)
-        stored_bytes = sum(slot.copy_bytes for slot in stored)
-        self.counts.stored_bytes += stored_bytes
+            message = BlockGet(ring.epoch, [slot.key for slot in slots])
+            answer = await self._ask(take.node, message, receiving, size_bytes)
+            arrived = _arrived(slots, answer.message)
+            stored = self._publish([slot for slot in arrived if slot.above])
+            kept, refused = await self._keep([slot for slot in arrived if not slot.above])
+        finally:  # what was published is not touched by it
+            self._blocks.abort([slot.grant.token for slot in slots if slot.above], _HOLDER)
         if self._disk is not None:
             self._disk.stored([slot.key for slot in stored])
-        return sum(slot.copy_bytes for slot in slots)
+        stored += kept
+        self._count(slots, stored, refused)
+        stored_bytes = sum(slot.copy_bytes for slot in stored)
+        round_.took(
+            count=len(stored),
+            copy_bytes=stored_bytes,
+            failed=not isinstance(answer.message, BlockCopies),
+            full=full or bool(refused),
+            short=len(stored) + len(refused) < len(slots),
+        )
+        if self._ring().epoch != ring.epoch:
+            self._arrived([slot.key for slot in stored])
+        elif damaged := [slot.key for slot in arrived if slot not in stored and slot not in refused]:
+            await self._ask(take.node, BlockSuspect([*damaged]))  # else it would name them for ever
+        return size_bytes
 
-    def _publish(self, slots: list[_Slot], answer: Message) -> list[_Slot]:
-        """Those that arrived and verified."""
-        if not isinstance(answer, BlockCopies) or len(answer.copy_bytes) != len(slots):
-            return []
-        arrived = [
-            slot for slot, size in zip(slots, answer.copy_bytes, strict=True) if size == slot.copy_bytes
-        ]
+    def _count(self, slots: Sequence[_Slot], stored: Sequence[_Slot], refused: Sequence[_Slot]) -> None:
+        blocks = self.counts.blocks
+        blocks["full"] += len(refused)
+        blocks["stored"] += len(stored)
+        blocks["failed"] += len(slots) - len(stored) - len(refused)
+        self.counts.stored_bytes += sum(slot.copy_bytes for slot in stored)
+
+    def _publish(self, arrived: list[_Slot]) -> list[_Slot]:
+        """Those that verified."""
         tokens = [slot.grant.token for slot in arrived]
         outcomes = self._blocks.publish(tokens, _HOLDER, self._clock(), verify=True)
         return [slot for slot, outcome in zip(arrived, outcomes, strict=True) if outcome == "published"]
 
-    async def _ask(self, ask: Ask) -> Answer:
-        request = self._peers.start([ask], self._clock() + self._options.timeout_s)[0]
+    async def _keep(self, arrived: list[_Slot]) -> tuple[list[_Slot], list[_Slot]]:
+        """To the disk; those that are there now, and those for which it has no room."""
+        sound = [slot for slot in arrived if _is_sound(slot)]
+        if not sound:
+            return [], []
+        assert self._disk is not None and all(slot.scratch is not None for slot in sound)
+        outcomes: dict[BlockKey, bool] = {}
+        over = asyncio.Event()
+
+        def heard(key: BlockKey, kept: bool) -> None:
+            outcomes[key] = kept
+            if len(outcomes) == len(sound):
+                over.set()
+
+        for slot in sound:
+            self._disk.keep(slot.key, slot.buffer, partial(heard, slot.key))
+        with suppress(TimeoutError):  # a disk that stalls has no room for us
+            async with asyncio.timeout(KEEP_TIMEOUT_S):
+                await over.wait()
+        kept = [slot for slot in sound if outcomes.get(slot.key)]
+        return kept, [slot for slot in sound if slot not in kept]
+
+    async def _ask(
+        self, node: str, message: Message, receiving: _Receiving | None = None, size_bytes: int = 0
+    ) -> Answer:
+        ask = Ask(self._resolve(node), message, sink=None if receiving is None else receiving.sink)
+        wait_s = self._options.timeout_s + size_bytes / RATE_MIN_BYTES
+        request = self._peers.start([ask], self._clock() + wait_s)[0]
         try:
             return await request.answer()
         finally:
             self._peers.give_up(request, "given up: this shard is ending")
 
 
-@dataclass(frozen=True, slots=True)
+_NO_ROOM_ABOVE = ("full", "too_large")
+
+
+@dataclass(eq=False, slots=True)
 class _Slot:
     key: BlockKey
     copy_bytes: int
     grant: Grant
+    scratch: memoryview | None = None
+    """Where it is received if there is no room above."""
+
+    @property
+    def above(self) -> bool:
+        return self.grant.status == "granted"
+
+    @property
+    def buffer(self) -> memoryview:
+        if self.scratch is None:
+            self.scratch = memoryview(bytearray(self.copy_bytes))
+        return self.scratch
 
 
 class _Receiving:
@@ -228,7 +325,25 @@ class _Receiving:
         return pieces
 
     def _extent(self, slot: _Slot) -> memoryview | None:
+        if not slot.above:
+            return slot.buffer
         try:
             return self._blocks.extent(slot.grant.token)
         except KeyError:
             return None  # the reservation has expired
+
+
+def _arrived(slots: Sequence[_Slot], answer: Message) -> list[_Slot]:
+    """Those that came with the size that was asked for."""
+    if not isinstance(answer, BlockCopies) or len(answer.copy_bytes) != len(slots):
+        return []
+    return [slot for slot, size in zip(slots, answer.copy_bytes, strict=True) if size == slot.copy_bytes]
+
+
+def _is_sound(slot: _Slot) -> bool:
+    if slot.scratch is None:
+        return False  # nothing was received
+    try:
+        return HEADER_BYTES + verify_copy(slot.scratch, slot.key).payload_bytes == slot.copy_bytes
+    except Corrupt:
+        return False

@@ -13,6 +13,10 @@ It is due at start and after each new placement, soon after it did not acknowled
 ``interval``. So a shard that comes back is told what it missed by those who noticed, and finds out the rest
 itself.
 
+**While records move** (``l3_shard.ring``) a shard that gains some fetches them itself: it compares itself
+with one neighbour at a time, so that nothing is fetched twice, until it is ready (``l3_shard.readiness``).
+The others leave that to it and compare themselves with it at the usual interval only.
+
 Everything is bounded: one exchange with a neighbour at a time, so many records each; a rest after each that
 is as long as it took; at least ``retry_min_s`` and at most ``retry_max_s`` between attempts to reach a silent
 one.
@@ -47,6 +51,9 @@ from l3_shard.hints import Hints
 from l3_shard.lines import Lines
 from l3_shard.merkle import DEPTH, FAN_OUT, LEAVES
 from l3_shard.notes import Notes
+from l3_shard.purge import Purge
+from l3_shard.readiness import Readiness
+from l3_shard.recovery import Recovery
 from l3_shard.ring import NO_RING, Ring
 from l3_shard.scrub import ScrubOptions
 from l3_shard.storage import Entry
@@ -55,7 +62,6 @@ from l3_shard.tombstones import Burial, Forget
 
 CAUGHT_UP = b"caught_up"
 FLOOR = b"floor"
-PLACEMENT = b"placement"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,8 @@ class RepairCounts:
     """Records in which a neighbour knew more (pulled) or less (pushed), hints not counted."""
     contradictions: int
     tombstones_removed: int
+    purged: int
+    """Records dropped that this shard does not keep any more."""
     caught_up: int
     """Now: 1 = this shard's own word counts (see :attr:`Repair.caught_up`)."""
 
@@ -110,10 +118,10 @@ class _Neighbour:
     wake_at: float = math.inf
     """When its next turn is."""
     working: bool = False
+    waiting: bool = False
+    """For another one's comparison to end."""
     failure_count: int = 0
     round_count: int = 0
-    compared: bool = False
-    """Once, since start or the last new placement."""
     comparing: Comparing | None = None
 
 
@@ -122,12 +130,15 @@ class Repair:
 
     Args:
         ring: the one in force.
-        replicas: of a stored key, in order of preference; empty if we are none of them.
+        keepers: of a stored key, in order of preference; empty if we are none of them.
         wall_ms: what the wall clock shows.
         refused: hears every answer that was none.
         last_counter: the largest counter of our own replica id in some states.
-        caught_up: hears that :attr:`caught_up` has become true.
+        caught_up: hears that :attr:`caught_up` or :attr:`ready` has become true.
         recover: asks the other replicas again for what is damaged here.
+        taken: calls back once the newest ring is one that we cannot fall back behind any more: only then is
+            it true that we acknowledge nothing under an older one, which whoever compares counts on.
+        recovery: hears what neighbours that were silent and we have told each other.
         stored: notes of an earlier life.  Without :data:`CAUGHT_UP` among them the store is a new one.
     """
 
@@ -141,12 +152,14 @@ class Repair:
         timers: Timers,
         *,
         ring: Callable[[], Ring],
-        replicas: Callable[[bytes], Sequence[str]],
+        keepers: Callable[[bytes], Sequence[str]],
         wall_ms: Callable[[], int],
         refused: Callable[[Message], None],
         last_counter: Callable[[Sequence[RecordState]], int],
         caught_up: Callable[[], None],
         recover: Callable[[], None],
+        taken: Callable[[Callable[[], None]], None],
+        recovery: Recovery,
         stored: Mapping[bytes, bytes],
     ) -> None:
         self.caught_up = CAUGHT_UP in stored
@@ -156,17 +169,32 @@ class Repair:
         """Largest counter under which a record was removed here."""
         self._node, self._options = node, options
         self._desk, self._lines, self._notes, self._timers = desk, lines, notes, timers
-        self._ring, self._replicas, self._wall_ms, self._refused = ring, replicas, wall_ms, refused
+        self._ring, self._keepers, self._wall_ms, self._refused = ring, keepers, wall_ms, refused
+        self._durable_floor = self.floor
         self._last_counter, self._tell_caught_up, self._recover = last_counter, caught_up, recover
+        self._taken = taken
         self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
         self._removed_count = 0
-        self._placement = stored.get(PLACEMENT)
         self._placed = b""
+        self._readiness = Readiness(node, ring())
         self._neighbours: dict[str, _Neighbour] = {}
         self._burial: Burial | None = None
-        self.forest = Forest(node, desk, replicas)
+        self.forest = Forest(node, desk, keepers)
+        self.purge = Purge(
+            desk,
+            lines,
+            timers,
+            ring=ring,
+            keeps=lambda key: bool(keepers(key)),
+            raise_floor=self._raise_floor,
+            above_floor=lambda state: last_counter([state]) > self._durable_floor,
+            save=notes.save,
+            stored=stored,
+        )
         self.hints = Hints(options.hint_bytes_max, options.hint_age_s, notes.save, stored)
+        self._recovery = recovery
+        self.hints.handed = recovery.handed
         timers.at(0.0, self._begin)
 
     def _begin(self) -> None:
@@ -185,16 +213,30 @@ class Repair:
             self._burial = None
         if ring.placement != self._placed:
             self._placed = ring.placement
+            self._readiness = Readiness(self._node, ring)
             self.forest.mark_all()
             self._neighbours = {
-                node: _Neighbour(node, self._desk.now) for node in ring.neighbours(self._node)
+                node: _Neighbour(node, self._first_comparison(node)) for node in ring.neighbours(self._node)
             }
-        if self._node in ring and self._placement is None:
-            self._placement = self._placed
-            self._notes.save(PLACEMENT, self._placed)
+        self.purge.placed()
         for neighbour in self._neighbours.values():
             self._wake(neighbour, self._desk.now)
         self._check_caught_up()
+
+    def _first_comparison(self, node: str) -> float:
+        """When, under a new placement: one that gains will come to us."""
+        if self._leaves_it_to(node):
+            return self._desk.now + self._jittered(self._options.interval_s, node)
+        return self._desk.now
+
+    def _leaves_it_to(self, node: str) -> bool:
+        ring = self._ring()
+        return ring.moving and ring.gains(node) and self.caught_up and not self._readiness.wants(node)
+
+    @property
+    def ready(self) -> bool:
+        """Whether this shard has everything that it gains by the transition under way, if there is one."""
+        return self._readiness.ready
 
     def missed(self, node: str, keys: Sequence[bytes]) -> None:
         """``node`` did not acknowledge a write of ``keys``."""
@@ -202,12 +244,26 @@ class Repair:
         if neighbour is None:
             return  # it left the ring meanwhile
         for key in keys:
-            if node in self._replicas(key):
+            if node in self._keepers(key):
                 self.hints.add(node, key, self._wall_ms())
         if not neighbour.working:
             soon = self._desk.now + self._back_off_s(neighbour)
-            neighbour.compare_at = min(neighbour.compare_at, soon)
+            if not self._leaves_it_to(node):
+                neighbour.compare_at = min(neighbour.compare_at, soon)
             self._wake(neighbour, soon)
+
+    def returned(self, node: str, silent_s: float) -> None:
+        """``node`` answers again after it was silent: what it missed, and a comparison, at once.  What was
+        asked of it before may wait for an answer that was lost."""
+        neighbour = self._neighbours.get(node)
+        if neighbour is None:
+            return
+        self._recovery.returned(node, silent_s, self._desk.now, self._wall_ms())
+        self._abandon(neighbour)
+        neighbour.failure_count = 0
+        neighbour.compare_at = self._desk.now
+        self._wake(neighbour, self._desk.now)
+        self._wake_waiting()
 
     def _wake(self, neighbour: _Neighbour, when: float) -> None:
         """A turn at ``when`` or before: a row of missed writes must not put it off again and again."""
@@ -220,7 +276,7 @@ class Repair:
     def _turn(self, neighbour: _Neighbour, turn: int) -> None:
         if turn != neighbour.turn or neighbour.working:
             return
-        neighbour.wake_at = math.inf
+        neighbour.wake_at, neighbour.waiting = math.inf, False
         now, epoch = self._desk.now, self._ring().epoch
         if self.hints.oldest(neighbour.node, 1):
             neighbour.working = True
@@ -230,10 +286,13 @@ class Repair:
                 self._desk,
                 self._lines,
                 self.hints,
-                keeps=lambda key: neighbour.node in self._replicas(key),
+                keeps=lambda key: neighbour.node in self._keepers(key),
                 done=partial(self._handed_on, neighbour, turn, now),
             ).start(self._options.batch_keys)
         elif neighbour.compare_at <= now:
+            if not self.ready and any(each.comparing is not None for each in self._neighbours.values()):
+                neighbour.waiting = True
+                return
             neighbour.working = True
             neighbour.comparing = Comparing(
                 neighbour.node,
@@ -245,6 +304,8 @@ class Repair:
                 self._timers,
                 self._compare_counts,
                 keys_max=self._options.batch_keys,
+                keeps=lambda key: bool(self._keepers(key)),
+                merged=self._recovery.merged,
                 done=partial(self._compared, neighbour, turn),
             )
             neighbour.comparing.start()
@@ -265,19 +326,39 @@ class Repair:
     def _compared(self, neighbour: _Neighbour, turn: int, problem: Message | None) -> None:
         if turn != neighbour.turn:
             return
+        assert neighbour.comparing is not None
+        vouched, differing_count = neighbour.comparing.vouched, neighbour.comparing.differing_count
         neighbour.working, neighbour.comparing = False, None
         if problem is not None:
             self._failed(neighbour, problem)
+            self._wake_waiting()
             return
-        neighbour.failure_count, neighbour.compared = 0, True
+        neighbour.failure_count = 0
         neighbour.round_count += 1
+        was_ready = self.ready
+        self._readiness.compared(neighbour.node, vouched=vouched)
         self._check_caught_up()
+        if self.ready and not was_ready:
+            self._tell_caught_up()
+        interval_s = self._options.interval_s
+        if self._readiness.wants(neighbour.node):  # it did not vouch, but may soon
+            interval_s = min(interval_s, self._options.retry_max_s)
         neighbour.compare_at = self._desk.now + self._jittered(
-            self._options.interval_s, neighbour.node, neighbour.round_count
+            interval_s, neighbour.node, neighbour.round_count
         )
+        if self._recovery.compared(neighbour.node, differing_count, self._desk.now):
+            neighbour.compare_at = self._desk.now
         self._wake(
             neighbour, self._desk.now if self.hints.oldest(neighbour.node, 1) else neighbour.compare_at
         )
+        self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        """Those that waited for another's comparison to end."""
+        for neighbour in self._neighbours.values():
+            if neighbour.waiting:
+                neighbour.waiting = False
+                self._wake(neighbour, self._desk.now)
 
     def _failed(self, neighbour: _Neighbour, problem: Message) -> None:
         """It was away: once it answers again, there may be more than our hints know."""
@@ -290,7 +371,7 @@ class Repair:
     def _abandon(self, neighbour: _Neighbour) -> None:
         neighbour.turn += 1
         neighbour.wake_at = math.inf
-        neighbour.working = False
+        neighbour.working = neighbour.waiting = False
         if neighbour.comparing is not None:
             neighbour.comparing.abandon()
             neighbour.comparing = None
@@ -311,7 +392,7 @@ class Repair:
         ring = self._ring()
         first = self._new_cluster and ring.epoch == NO_RING.epoch + 1
         self._new_cluster &= ring.epoch == NO_RING.epoch
-        known = self._node in ring and all(each.compared for each in self._neighbours.values())
+        known = self._node in ring and self._readiness.caught_up
         if not self.caught_up and (first or known):
             self.caught_up = True
             self._notes.save(CAUGHT_UP, b"1")
@@ -323,7 +404,7 @@ class Repair:
         """Give up old hints, try again to mend what is damaged, bury old tombstones."""
         self._recover()
         self.hints.expire(self._wall_ms())
-        if self._burial is None and self._placement == self._placed and self._node in self._ring():
+        if self._burial is None and self.purge.clean and self._node in self._ring():
             before_ms = self._wall_ms() - int(self._options.tombstone_age_s * 1_000)
             self._burial = Burial(
                 self._node,
@@ -332,7 +413,7 @@ class Repair:
                 self._desk,
                 self._lines,
                 self.forest,
-                replicas=self._replicas,
+                replicas=self._keepers,
                 forget=self.forget,
                 done=self._buried,
             )
@@ -357,7 +438,6 @@ class Repair:
     ) -> None:
         """Remove records that are still exactly as given; ``done`` hears how many went.  The floor is durable
         first."""
-        self.floor = max(self.floor, self._last_counter(states))
         forgetting = _Forgetting(len(keys), partial(self._forgotten, done))
 
         def floor_known(durable: bool) -> None:
@@ -370,7 +450,21 @@ class Repair:
                 except Refused:  # busy: the next pass asks again
                     forgetting.settled(False)
 
-        self._notes.save(FLOOR, self.floor.to_bytes(8, "big"), floor_known)
+        self._raise_floor(states, floor_known)
+
+    def _raise_floor(self, states: Sequence[RecordState], told: Callable[[bool], None]) -> None:
+        """So that no counter in ``states`` is given out again; ``told`` hears whether that is durable."""
+        self.floor = floor = max(self.floor, self._last_counter(states))
+        if floor <= self._durable_floor:
+            told(True)
+            return
+
+        def noted(durable: bool) -> None:
+            if durable:
+                self._durable_floor = max(floor, self._durable_floor)
+            told(durable)
+
+        self._notes.save(FLOOR, floor.to_bytes(8, "big"), noted)
 
     def _forgotten(self, done: Callable[[int], None], count: int) -> None:
         self._removed_count += count
@@ -399,12 +493,12 @@ class Repair:
             digests = [
                 digest for index in message.indices for digest in tree.children((message.depth, index))
             ]
-            self._desk.close(request, TreeDigests(digests))
+            self._desk.close(request, TreeDigests(digests, not self.caught_up))
 
         if message.depth:
             answer(True)
         else:
-            self.forest.settle(answer)
+            self._taken(lambda: self.forest.settle(answer))
 
     def leaf_get(self, origin: Origin, message: LeafGet) -> None:
         """Answer with the records of as many leaves as fit.
@@ -445,6 +539,15 @@ class Repair:
 
     # -- looking inside
 
+    def left(self) -> tuple[int, int]:
+        """Records and bytes of values to be got or dropped because of a move, about."""
+        if not self.ready:
+            comparing = [each.comparing for each in self._neighbours.values() if each.comparing is not None]
+            count, mean_bytes = sum(each.left_count for each in comparing), self._compare_counts.mean_bytes
+        else:
+            count, mean_bytes = self.purge.left_count, self.purge.mean_bytes
+        return count, int(count * mean_bytes)
+
     def counts(self) -> RepairCounts:
         hints, compared = self.hints.counts, self._compare_counts
         return RepairCounts(
@@ -455,6 +558,7 @@ class Repair:
             {"pulled": compared.pulled, "pushed": compared.pushed},
             compared.contradictions,
             self._removed_count,
+            self.purge.dropped_count,
             int(self.caught_up),
         )
 

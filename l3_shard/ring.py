@@ -36,6 +36,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import mmh3
 import msgspec
@@ -87,6 +88,7 @@ class Ring:
         if moving is not None and moving.stage == "serve":
             self._serving, self._other = self._next, self._now
         self._unions: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = {}
+        self._before: dict[str, frozenset[frozenset[str]]] = {}
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -109,6 +111,11 @@ class Ring:
     def moving(self) -> bool:
         """Whether keys are on their way from one placement to another."""
         return self._map.transition is not None
+
+    @property
+    def stage(self) -> Literal["", "copy", "serve"]:
+        """Of the transition; empty = there is none."""
+        return "" if self._map.transition is None else self._map.transition.stage
 
     @cached_property
     def serving(self) -> Ring:
@@ -165,6 +172,8 @@ class Ring:
     def write_groups(self, key: bytes) -> tuple[tuple[str, ...], ...]:
         """A write of ``key`` is done when a write quorum of each of these has it."""
         point, count = point_of(key), self._map.replicas
+        if not self.moving:
+            return (self._serving.owners(point, count),)
         groups = (self._serving.owners(point, count), self._other.owners(point, count))
         return groups[:1] if set(groups[0]) == set(groups[1]) else groups
 
@@ -186,10 +195,28 @@ class Ring:
 
     def gains(self, node: str) -> bool:
         """Whether ``node`` is to keep records after the transition that it does not keep before it."""
+        return bool(self.moving and any(node not in before for before in self.before(node)))
+
+    def before(self, node: str) -> frozenset[frozenset[str]]:
+        """Of every record that ``node`` keeps, the shards that had it before the transition, or have it."""
+        found = self._before.get(node)
+        if found is None:
+            found = self._before[node] = frozenset(
+                frozenset(now) for now, then in self._stretches if node in now or node in then
+            )
+        return found
+
+    def gains_blocks(self, node: str) -> bool:
+        """The same for blocks."""
         return self.moving and any(
             node in next_owners and node not in now_owners
-            for now_owners, next_owners in self._pairs(self._map.replicas)
+            for now_owners, next_owners in self._pairs(self._map.block_copies)
         )
+
+    @property
+    def block_placement(self) -> tuple[bytes, int]:
+        """As :attr:`placement`, for blocks."""
+        return self.placement, self._map.block_copies
 
     def covers(self, nodes: Collection[str]) -> bool:
         """Whether every group of owners, of both placements, has so many members among ``nodes`` that no
@@ -197,9 +224,36 @@ class Ring:
 
         When these shards have taken up a map, nothing is acknowledged under an older one any more.
         """
-        count = self._map.replicas
-        groups = {owners for pair in self._pairs(count) for owners in pair}
-        return all(self._met(owners, nodes) for owners in groups)
+        return all(self._met(owners, nodes) for owners in self._record_groups)
+
+    def flows(self, count: int) -> dict[tuple[tuple[str, ...], tuple[str, ...]], int]:
+        """The first ``count`` owners before and after the transition -> how many of the 2^64 points of the
+        circle they have."""
+        ends = sorted({*self._now.ends, *self._next.ends})
+        measured: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        before = -1
+        for end in ends:
+            pair = (self._now.owners(end, count), self._next.owners(end, count))
+            measured[pair] = measured.get(pair, 0) + end - before
+            before = end
+        return measured
+
+    def stretches(self) -> list[tuple[int, int, str]]:
+        """The circle as the serving placement has it: (first point, last point, first owner), in order."""
+        found: list[tuple[int, int, str]] = []
+        first = 0
+        for end in sorted({*self._serving.ends}):
+            owner = next(iter(self._serving.owners(end, 1)), "")
+            if found and found[-1][2] == owner:
+                found[-1] = (found[-1][0], end, owner)
+            else:
+                found.append((first, end, owner))
+            first = end + 1
+        return found
+
+    @cached_property
+    def _record_groups(self) -> set[tuple[str, ...]]:
+        return {owners for pair in self._stretches for owners in pair}
 
     def _met(self, owners: Sequence[str], nodes: Collection[str]) -> bool:
         quorum = min(self._map.write_quorum, len(owners))
@@ -219,8 +273,12 @@ class Ring:
     @cached_property
     def _keeping(self) -> list[set[str]]:
         """The different sets of shards that keep a record together."""
-        together = {frozenset((*now, *then)) for now, then in self._pairs(self._map.replicas)}
+        together = {frozenset((*now, *then)) for now, then in self._stretches}
         return [set(group) for group in together]
+
+    @cached_property
+    def _stretches(self) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+        return self._pairs(self._map.replicas)
 
     def _pairs(self, count: int) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
         """What becomes of whom: the owner lists before and after, of every stretch of the circle."""
@@ -276,6 +334,14 @@ class _Placement:
         yield POINT_MAX
         for each in self.ranges:
             yield from (each.first, each.last, min(each.last + 1, POINT_MAX))
+
+    @property
+    def ends(self) -> Iterator[int]:
+        """The last point of every stretch with the same owners, at least."""
+        yield from self._circle.points
+        yield POINT_MAX
+        for each in self.ranges:
+            yield from (max(0, each.first - 1), each.last)
 
     def lists(self, count: int) -> set[tuple[str, ...]]:
         """The different lists of owners."""

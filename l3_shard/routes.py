@@ -70,7 +70,7 @@ class Routes:
     ) -> None:
         self.allocate = allocate
         self.ring = Ring.from_map(ring_map)
-        self._shards = {shard.node: shard for shard in ring_map.shards}
+        self._shards = _shards_of(self.ring)
         self.counts = L3Counts()
         self.copy_bytes = WINDOW_BYTES // WINDOW_KEYS
         """Of a block copy seen lately: sizes the windows."""
@@ -118,16 +118,20 @@ class Routes:
         return self._clock()
 
     def block_owners(self, key: bytes) -> Iterator[str]:
-        """Who should have the block, the fastest first, without those that failed a moment ago."""
-        owners = self.ring.block_owners(key)
+        """Who should have the block, the fastest first, without those that failed a moment ago; while keys
+        are being moved, behind the owners those who have it still or already."""
+        ring = self.ring
+        owners: Sequence[str] = ring.block_owners(key)
         if len(owners) > 1:
-            return filter(self.healthy, self.speeds.ordered(owners, self._clock()))
+            owners = self.speeds.ordered(owners, self._clock())
+        if ring.moving:
+            owners = list(dict.fromkeys((*owners, *ring.block_keepers(key))))
         return filter(self.healthy, owners)
 
     def takers(self, key: bytes) -> list[str]:
         """Who should be given the block; those that lagged a moment ago only if nobody else is left."""
-        owners, now = list(filter(self.healthy, self.ring.block_owners(key))), self._clock()
-        return [node for node in owners if self._lags.get(node, now) <= now] or owners
+        keepers, now = list(filter(self.healthy, self.ring.block_keepers(key))), self._clock()
+        return [node for node in keepers if self._lags.get(node, now) <= now] or keepers
 
     def lagged(self, node: str) -> None:
         """It took its copy much later than another owner did."""
@@ -192,9 +196,13 @@ class Routes:
             ring_map = decode_map(detail)
             if ring_map.epoch > self.ring.epoch:
                 ring = Ring.from_map(ring_map)
-                now = {shard.node: shard for shard in ring_map.shards}
-                self._shards = {shard.node: shard for shard in self.ring.to_map().shards} | now
+                self._shards = _shards_of(self.ring) | _shards_of(ring)
                 self.ring = ring
         except (Corrupt, RingError):
             return False
         return True
+
+
+def _shards_of(ring: Ring) -> dict[str, RingNode]:
+    """Of both placements, while keys move."""
+    return {name: ring.shard(name) for name in ring.names}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcomm.block import Buffer, Incarnation
+from kvcomm.block import BlockKey, Buffer, Incarnation
 from kvcomm.blockservice import BlockService, no_region
 from kvcomm.blockstore import BlockStore, Depot, StoreUsage
 from kvcomm.credentials import NODE_TENANT, Credentials
@@ -37,16 +37,20 @@ from kvcomm.wire.messages import (
     RecordGet,
     RingMap,
     RingNode,
+    ShardMove,
 )
+from l3_shard.blockkeeping import BlockKeeping
+from l3_shard.blockmove import together
 from l3_shard.marking import Marking
 from l3_shard.presence import Presence
 from l3_shard.process import RecordOptions, RecordProcess
 from l3_shard.refill import held
-from l3_shard.refilling import RefillCounts, Refilling, RefillOptions
+from l3_shard.refilling import RefillCounts, RefillOptions
 from l3_shard.repair import RepairCounts
 from l3_shard.ring import NO_RING, encode_map
 from l3_shard.scrub import ScrubCounts
 from l3_shard.shard import Shard, ShardCounts
+from l3_shard.shedding import ShedCounts
 from l3_shard.storage import Database
 from l3_shard.store import DiskFailed
 from l3_shard.strong import StrongCounts
@@ -65,6 +69,8 @@ class ShardOptions(RecordOptions):
     """What a shard is made of."""
 
     refill: RefillOptions = field(default_factory=RefillOptions)
+    orphan_s: float = 10.0
+    """See ``l3_shard.shedding``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,9 @@ class RunningShard:
     repair_counts: Callable[[], RepairCounts]
     strong_counts: Callable[[], StrongCounts]
     refill_counts: Callable[[], RefillCounts]
+    shed_counts: Callable[[], ShedCounts]
+    move_status: Callable[[], ShardMove]
+    """How far the shard is with a transition of the ring, and with what follows it."""
     scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
     damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
@@ -160,7 +169,11 @@ async def run_shard(
             partial(_held, machine, blocks, disk, cluster),
             marking,
             clock,
+<<<<<<< HEAD
             presence,
+=======
+            process.keeping.shed,
+>>>>>>> main
         ),
         node=node,
         role="shard",
@@ -226,19 +239,16 @@ class _Process:
         self._marking, self._presence = marking, presence
         self._records, self._blocks, self._ending = records, blocks, ending
         self._stop, self._clock = ending.stop, records.clock
-        machine = records.machine
-        self._refilling = Refilling(
-            machine.node,
-            options.refill,
+        self.keeping = BlockKeeping(
+            records,
             blocks,
             disk,
-            records.peers,
-            ring=lambda: machine.ring,
-            resolve=lambda node: dial(machine.ring.shard(node)),
-            clock=records.clock,
+            options.refill,
+            orphan_s=options.orphan_s,
+            connect_timeout_s=options.connect_timeout_s,
+            dial=dial,
+            end=ending.end,
         )
-        records.ring_listeners.append(self._refilling.ring_changed)
-        self._refill_task = asyncio.create_task(self._refill())
 
     def running(
         self, addresses: list[str], server: DataServer, grant_counts: Mapping[str, int]
@@ -254,7 +264,9 @@ class _Process:
             counts=machine.counts,
             repair_counts=records.repair_counts,
             strong_counts=machine.strong_counts,
-            refill_counts=lambda: self._refilling.counts,
+            refill_counts=self.keeping.refill_counts,
+            shed_counts=self.keeping.shed_counts,
+            move_status=self._move_status,
             scrub_counts=records.scrub_counts,
             damaged_now=machine.damaged_now,
             usage=self._blocks.usage,
@@ -282,17 +294,11 @@ class _Process:
 
     async def close(self) -> None:
         """Finish the commits under way and close the stores."""
-        self._refill_task.cancel()
-        await asyncio.gather(self._refill_task, return_exceptions=True)
+        await self.keeping.close()
         await self._records.close()
 
-    async def _refill(self) -> None:
-        """A bug in it must not stay unheard, nor leave the shard serving with fewer and fewer copies."""
-        try:
-            await self._refilling.run()
-        except Exception as error:
-            self._ending.end(f"refilling broke: {error!r}")
-            raise
+    def _move_status(self) -> ShardMove:
+        return together(self._records.machine.move_status(), self.keeping.move())
 
 
 class ShardService:
@@ -307,11 +313,18 @@ class ShardService:
         held: Callable[[Origin, BlockHoldings], BlockHeld],
         marking: Marking,
         clock: Callable[[], float],
+<<<<<<< HEAD
         presence: Presence | None = None,
     ) -> None:
         self._presence = presence
+=======
+        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _: (),
+    ) -> None:
+        """``shed`` drops those of some blocks that the shard does not keep, and returns them."""
+>>>>>>> main
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
         self._marking, self._clock = marking, clock
+        self._shed = shed
 
     def welcome(self, origin: Origin) -> tuple[str, int]:
         return self._blocks.welcome(origin)
@@ -340,9 +353,23 @@ class ShardService:
         if not self._blocks.answers(message):
             self._runtime.received(origin, message, reply)
             return
-        if not payload:  # else the sink has looked, and a map that came meanwhile does not undo the transfer
+        if isinstance(message, BlockPut) and message.epoch < self._machine.ring.epoch and payload:
+            self._put_late(origin, message, payload, reply)
+            return
+        if not payload:
             self._check_epoch(message)
         self._blocks.handle(origin, message, payload, reply)
+
+    def _put_late(
+        self, origin: Origin, message: BlockPut, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        """A newer map came while the copies did, after the sink had looked.  Those that are kept here all the
+        same are stored; where some are not the caller does it once more, by the newer map."""
+        answers: list[Message] = []
+        self._blocks.handle(origin, message, payload, lambda answer, *_: answers.append(answer))
+        if self._shed([BlockKey(want.key) for want in message.wants]):
+            self._check_epoch(message)
+        reply(answers[0])
 
     def _marking_if_hot(self, origin: Origin, message: RecordGet, reply: ReplyFunction) -> ReplyFunction:
         """Count what is asked for; an answer about hot records is to be marked."""

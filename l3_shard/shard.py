@@ -1,12 +1,13 @@
 """``Shard``: the records of one shard as a machine: coordinator for callers, replica for its peers.
 
-Theory of operation.  A key's *replicas* are its owners in the ring.  Any of them may coordinate::
+Theory of operation.  A key's *keepers* are its owners in the ring, by both placements while keys are being
+moved (``l3_shard.ring``).  Any of them may coordinate::
 
     caller ── RecordPut ──► coordinator: load, apply (gives the write its dot), persist
                                 │ only now, durable here, does the dot leave the machine
                                 ├── RecordReplicate ──► replica: load, merge, persist ── Done ──┐
                                 └── RecordReplicate ──► replica ...                             │
-    caller ◄── RecordVersions ── as soon as W replicas, itself included, have it durable ◄──────┘
+    caller ◄── RecordVersions ── as soon as W of each group of owners have it durable ◄─────────┘
 
     caller ── RecordGet ──► coordinator: own durable state, merged with RecordFetch answers until R replicas
     answered
@@ -17,10 +18,16 @@ Theory of operation.  A key's *replicas* are its owners in the ring.  Any of the
   ``too_large``, ``refused``.  Otherwise ``outcome_unknown``: it is or may be durable somewhere and will
   spread.
 * **Epochs.**  A caller's request must carry this shard's epoch.  An older one is answered with the new map; a
-  newer one cannot be judged yet and is ``unavailable``.  Replication under an older epoch is refused too, so
-  a coordinator never counts an acknowledgement that a newer map does not; under a newer one it is accepted,
-  for the sender knows better who owns the key. A coordinator that learns of a newer map this way sends its
-  write again under it, if the owners are the same.
+  newer one cannot be judged yet and is ``unavailable``.  Replication under an older epoch is refused too, and
+  so is an acknowledgement when the ring has changed before the record was on the disk, unless both place it
+  alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).  Replication under a
+  newer epoch is accepted for records that we keep by our own map; for others the coordinator is told how far
+  we are, and hands us its map.
+* **A map is kept.**  What a shard has said under a map it may not unsay under an older one, so the newest is
+noted on
+  its disk.  It is *taken* (:attr:`Shard.taken`) once it is there; only then the shard tells anybody that it
+  works by it, and compares itself by it.  A shard that starts goes on with the map that it had, after it has
+  asked the others whether there is a newer one (``l3_shard.recheck``).
 * **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
 credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
@@ -30,12 +37,15 @@ credential, so
 compared
   now and then; see ``l3_shard.repair``.  All of it ends in merges like replication.
 
-Where later parts take hold: :meth:`Shard._adopt` (migration).
+* **Moving.**  A shard that gains records fetches them by comparing itself with those that have them, and says
+when it
+  has all of them (``l3_shard.readiness``); what it does not keep any more it drops (``l3_shard.purge``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -67,6 +77,10 @@ from kvcomm.wire.messages import (
     RingGet,
     RingMap,
     RingNode,
+    RingOffer,
+    RingTaken,
+    ShardMove,
+    SplitReport,
     StrongAccept,
     StrongChange,
     StrongEnter,
@@ -81,9 +95,12 @@ from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
+from l3_shard.peers import PeerWatch, WatchOptions
+from l3_shard.place import Groups, Place, place_of
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
 from l3_shard.recheck import Recheck
+from l3_shard.recovery import Recovery
 from l3_shard.repair import Repair, RepairCounts, RepairOptions
 from l3_shard.replica import successor
 from l3_shard.resolving import resolve
@@ -104,6 +121,10 @@ RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
 RECOVER_AT_ONCE = 256
 """Records that are asked for again together."""
+MAP = b"map"
+"""The note with the newest ring map."""
+KEEP_AGAIN_S = 1.0
+"""After a disk had no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +176,9 @@ class _Merges:
     """A peer's request to merge."""
 
     request: Request
+    message: RecordReplicate
+    ring: Ring
+    """In force when it came."""
     open_count: int
     error: KVCommError | None = None
 
@@ -164,12 +188,21 @@ class _Merge:
     """A ``Change``."""
 
     incoming: RecordState
+    keeps: Callable[[], bool]
     done: Callable[[KVCommError | None], None]
+    merged: Callable[[RecordState, RecordState], None]
+    """Hears what was here before and after."""
+    before: RecordState = dvv.EMPTY
 
     def apply(self, state: RecordState) -> RecordState:
+        """The ring may have changed since it was asked for, and nobody would drop the record again."""
+        if not self.keeps():
+            raise Unavailable("the record has other owners by now")
+        self.before = state
         return dvv.merge(state, self.incoming)
 
     def durable(self, state: RecordState) -> None:
+        self.merged(self.before, state)
         self.done(None)
 
     def failed(self, error: KVCommError) -> None:
@@ -181,11 +214,18 @@ class _Recovery:
     """A damaged record that the other replicas are asked for."""
 
     key: bytes
-    need: int
-    """Replicas that must still tell what they have until ours has all that was acknowledged."""
+    place: Place
+    told: set[str]
+    """Who has told all that it has."""
     state: RecordState = dvv.EMPTY
     """What they told, together: the merge that makes our copy whole may be the only one that is not
     refused."""
+
+    @property
+    def over(self) -> bool:
+        """Whether ours has all that was acknowledged: by a write quorum that ours may have been one of."""
+        old = [node for node in self.place.old if node != self.place.me]
+        return sum(node in self.told for node in old) >= min(len(old), self.place.witnesses)
 
 
 @dataclass(eq=False, slots=True)
@@ -212,13 +252,14 @@ class Shard:
     Args:
         node: this shard's name in the ring.
         replica: the id of the state in the store (see ``l3_shard.replica``).
-        ring_map: the map to start with; ``node`` need not be in it.
+        ring_map: the map to start with, if ``notes`` hold no newer one; ``node`` need not be in it.
         node_tenant: tenant digest of the cluster's own processes.
         origin_ms: what the wall clock showed at ``now = 0``, milliseconds since 1970.
         repair: how it repairs in the background; ``None`` = not at all.  Hand in a ``Tick`` at the start.
         notes: what the store kept beside the records.
         strong: who the shard is for strong records; ``None`` = it keeps none.
         validators: what the values of writes are held against.
+        watch: how closely it watches the others; ``None`` = not at all.
 
     Raises:
         RingError: the map contradicts itself.
@@ -237,10 +278,14 @@ class Shard:
         notes: Mapping[bytes, bytes] | None = None,
         strong: StrongIdentity | None = None,
         validators: Validators | None = None,
+        watch: WatchOptions | None = None,
     ) -> None:
         self.node = node
         self.replica = replica
-        self.ring = Ring.from_map(ring_map)
+        kept = _kept_map(notes or {})
+        self.ring = Ring.from_map(kept if kept.epoch > ring_map.epoch else ring_map)
+        self._taken = Ring.from_map(kept if repair is not None else ring_map)
+        self._when_taken: list[Callable[[], None]] = []
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
         self._clock = HybridClock()
@@ -255,15 +300,25 @@ class Shard:
             empty=dvv.EMPTY,
             value_bytes=dvv.value_bytes,
         )
-        self._writing = Writing(self._desk, self._lines, self._accept, self._place, self._missed)
-        self._reading = Reading(self._desk, self._lines, self._repair, self._refused)
+        self._writing = Writing(
+            node,
+            self._desk,
+            self._lines,
+            self._accept,
+            place=self._place,
+            newest=self._newest,
+            refused=self._refused,
+            missed=self._missed,
+        )
+        self._reading = Reading(self._desk, self._lines, self._repair, self._refused, self._stale)
         self._strong: Strong | None = None
         if strong is not None:
             self._strong = Strong(
-                node, strong, self._desk, tickets, ring=lambda: self.ring, refused=self._refused
+                node, strong, self._desk, tickets, ring=lambda: self.ring.serving, refused=self._refused
             )
         self._scans: dict[Ticket, _Scan] = {}
-        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
+        self._plans: dict[Groups, tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
+        self._places: dict[Groups, Place] = {}  # of this ring
         self._timers = Timers(tickets)
         self._recheck = Recheck(
             node,
@@ -274,7 +329,13 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
+        if kept.epoch > ring_map.epoch:
+            self._timers.at(0.0, self._recheck.doubt)
+        if repair is not None and self.ring.epoch > kept.epoch:
+            self._timers.at(0.0, self._keep_map)
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
         self._background = None if repair is None else self._make_repair(repair, notes or {})
+        self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
         self._recovered_last = b""
         self._stopped = False
@@ -291,12 +352,14 @@ class Shard:
             self._notes,
             self._timers,
             ring=lambda: self.ring,
-            replicas=self._replicas_if_ours,
+            keepers=self._keepers_if_ours,
             wall_ms=self._wall_ms,
             refused=self._refused,
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
             recover=self._recover_again,
+            taken=self._once_taken,
+            recovery=self._recovery,
             stored=notes,
         )
 
@@ -355,7 +418,8 @@ class Shard:
                 self._background.forest.surveyed(event)
             case Swept():
                 assert self._background is not None, "nobody else orders sweeps"
-                self._background.forest.swept(event)
+                if not self._background.purge.swept(event):
+                    self._background.forest.swept(event)
             case Audited():
                 took = [scrub.audited(event) for scrub in self._scrubs.values()]
                 assert sum(took) == 1, "nobody else orders audits"
@@ -363,6 +427,8 @@ class Shard:
                 self._scanned(event)
             case Resumed():
                 self._recheck.resumed()
+                if self._watch is not None:
+                    self._watch.resumed()
             case RingChanged():
                 self._adopt(event.ring_map)
             case WallAdjusted():
@@ -383,12 +449,16 @@ class Shard:
         """Collect what was ordered; a change that came to nothing is done here and may order more."""
         effects = self._desk.take()
         while self._pending():
-            effects += self._lines.flush(self.replica)
+            effects += self._lines.flush(self.replica, self._marks)
             if self._strong is not None:
                 effects += self._strong.flush()
         self._writing.flush()
         self._notes.flush(self.replica)
         return effects + self._desk.take()
+
+    def _marks(self) -> tuple[tuple[bytes, bytes | None], ...]:
+        """Notes that writes of records have to carry."""
+        return () if self._background is None else self._background.purge.marks()
 
     def _persisted(self, event: Persisted) -> None:
         if self._notes.persisted(event):
@@ -443,6 +513,8 @@ class Shard:
                     raise Unavailable(f"{self.node} has not been given a ring yet; ask another node")
                 case RingGet():
                     self._desk.reply(origin, self.ring.to_map())
+                case RingOffer():
+                    self._offered(origin, message)
                 case _:
                     raise Refused(f"a shard's records do not answer {type(message).__name__}")
         except KVCommError as error:
@@ -480,20 +552,28 @@ class Shard:
     def _query(self, tenant: bytes, key: bytes) -> Query:
         """Callers go past a record's first owner only when it did not answer.  It may be the one that has the
         newest write, so whoever stands in for it reads from enough replicas to meet every write quorum."""
-        replicas = self.ring.replicas(key)
-        plan = self._plans.get(replicas)
+        groups = self.ring.write_groups(key)
+        plan = self._plans.get(groups)
         if plan is None:
-            plan = self._plans[replicas] = self._plan(self._replicas(key))
+            plan = self._plans[groups] = self._plan(self._check_ours(self._placed(groups)))
         return Query(tenant + key, *plan)
 
-    def _plan(self, replicas: tuple[str, ...]) -> tuple[tuple[str, ...], int, int, bool]:
+    def _plan(self, place: Place) -> tuple[tuple[str, ...], int, int, bool]:
         """The rest of a query: there are few lists of replicas and many keys."""
-        ring, copies = self.ring.to_map(), len(replicas)
+        ring, replicas = self.ring.to_map(), place.groups[0]
+        copies = len(replicas)
         wide = copies - min(ring.write_quorum, copies) + 1
         need = min(ring.read_quorum, copies)
         if replicas[0] != self.node:
             need = max(need, wide)
-        return self._beside(replicas), need, wide, self._caught_up
+        others = tuple(node for node in replicas if node != self.node)
+        return others, need, wide, self.node in replicas and self._vouches(place)
+
+    def _vouches(self, place: Place) -> bool:
+        """Whether we have all that we should have of these records."""
+        return self._background is None or (
+            self._background.caught_up and (self._background.ready or not place.gained)
+        )
 
     @property
     def _caught_up(self) -> bool:
@@ -509,39 +589,51 @@ class Shard:
             own = None if write.own is None else Dot(*write.own)
         except VersionError as error:
             raise Refused(f"the context is not one that a get or put returned: {error}") from error
-        others = self._others(write.key)
-        need = min(self.ring.to_map().write_quorum, 1 + len(others))
-        return Draft(tenant + write.key, write.value, context, own, others, need, write.delta)
+        self._check_ours(self._placed(self.ring.write_groups(write.key)))
+        return Draft(tenant + write.key, write.value, context, own, write.delta)
 
-    def _others(self, key: bytes) -> tuple[str, ...]:
-        """The other replicas of a caller's ``key``; raises as :meth:`_replicas`."""
-        return self._beside(self._replicas(key))
+    def _placed(self, groups: Groups) -> Place:
+        """Where records with these groups of owners are."""
+        place = self._places.get(groups)
+        if place is None:
+            place = self._places[groups] = place_of(self.ring, self.node, groups)
+        return place
 
-    def _beside(self, replicas: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple([node for node in replicas if node != self.node])
+    def _newest(self) -> RingMap:
+        return self.ring.to_map()
 
-    def _replicas(self, key: bytes) -> tuple[str, ...]:
-        """The replicas of a caller's ``key``.
+    def _place(self, key: bytes) -> Place:
+        """Of a stored key, by the newest ring."""
+        return self._placed(self.ring.write_groups(key[TENANT_BYTES:]))
 
-        Raises:
-            Refused: we are not one of them.
-        """
+    def _check_ours(self, place: Place) -> Place:
+        """Raises ``Refused``: we are no keeper."""
+        if not place.ours:
+            owners = ", then ".join(map(str, place.groups))
+            raise Refused(f"epoch {self.ring.epoch}: the owners of this record are {owners}, not {self.node}")
+        return place
+
+    def _check_replica(self, key: bytes) -> None:
+        """Raises ``Refused``: a caller's strong ``key`` is not decided by us."""
         replicas = self.ring.replicas(key)
         if self.node not in replicas:
             raise Refused(
                 f"epoch {self.ring.epoch}: the owners of this record are {replicas}, not {self.node}"
             )
-        return replicas
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch == self.ring.epoch:
             return
         self._stale_request_count += 1
-        if epoch < self.ring.epoch:
-            raise StaleEpoch(
-                f"epoch {epoch} is over, this is {self.ring.epoch}", encode_map(self.ring.to_map())
-            )
+        if (stale := self._stale(epoch)) is not None:
+            raise stale
         raise Unavailable(f"{self.node} is at epoch {self.ring.epoch} and has not heard of {epoch} yet")
+
+    def _stale(self, epoch: int) -> StaleEpoch | None:
+        """For those whose ``epoch`` is over."""
+        if epoch >= self.ring.epoch:
+            return None
+        return StaleEpoch(f"epoch {epoch} is over, this is {self.ring.epoch}", encode_map(self.ring.to_map()))
 
     # -- the replica's side
 
@@ -552,22 +644,27 @@ class Shard:
         if epoch <= self.ring.epoch:
             self._check_epoch(epoch)
             for stored in keys:
-                self._others(stored[TENANT_BYTES:])
+                self._check_ours(self._place(stored))
 
     def _replicate(self, origin: Origin, message: RecordReplicate) -> None:
         self._check_peer(origin, message.epoch, message.keys)
+        if message.epoch > self.ring.epoch and not all(self._keeps(key) for key in message.keys):
+            # By our own map they would be dropped (``l3_shard.purge``); the sender has the newer one.
+            text = f"{self.node} is at epoch {self.ring.epoch} and keeps the record by a newer one only"
+            raise StaleEpoch(text, encode_map(self.ring.to_map()))
         if not message.keys or len(message.keys) != len(message.states):
             raise Refused(f"{len(message.keys)} keys with {len(message.states)} states")
         states = [dvv.checked(state) for state in message.states]
         request = self._desk.open(origin, len(states), sum(map(dvv.value_bytes, states)))
-        merges = _Merges(request, len(states))
+        merges = _Merges(request, message, self.ring, len(states))
         request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
         for key, state in zip(message.keys, states, strict=True):
             self._merge(key, state, partial(self._merged, merges))
 
     def _merge(self, key: bytes, state: RecordState, done: Callable[[KVCommError | None], None]) -> None:
         try:
-            self._lines.change(key, _Merge(state, done))
+            merged = partial(self._recovery.merged, key)
+            self._lines.change(key, _Merge(state, partial(self._keeps, key), done, merged))
         except Refused as error:
             done(error)
 
@@ -575,14 +672,53 @@ class Shard:
         merges.open_count -= 1
         merges.error = merges.error or error
         if not merges.open_count and merges.request.open:
-            self._desk.close(merges.request, merges.error or Done())
+            self._desk.close(merges.request, self._overtaken(merges) or merges.error or Done())
+
+    def _overtaken(self, merges: _Merges) -> StaleEpoch | None:
+        """Whether the records came to the disk too late: others may have compared themselves with us under
+        the ring of now, and count on having seen all that we acknowledged before it."""
+        message, then = merges.message, merges.ring
+        if self.ring is then or self.ring.epoch <= message.epoch:
+            return None
+        if then.epoch == message.epoch and all(self._alike(then, key) for key in message.keys):
+            return None
+        return self._stale(message.epoch)
+
+    def _alike(self, then: Ring, key: bytes) -> bool:
+        """Whether the ring of now places a stored key as ``then`` did."""
+        if then.placement == self.ring.placement:
+            return True
+        return self._place(key).alike(place_of(then, self.node, then.write_groups(key[TENANT_BYTES:])))
+
+    def _keeps(self, key: bytes) -> bool:
+        """Whether the stored key is ours to keep."""
+        return self._place(key).ours
+
+    def _offered(self, origin: Origin, message: RingOffer) -> None:
+        """Answered once the map is on the disk: who offers it counts on our never going back."""
+        if origin.tenant != self._node_tenant:
+            raise Refused("maps of the ring are taken from the cluster's own nodes only")
+        self._adopt(message.ring)
+        request = self._desk.open(origin, 1)
+
+        def answer() -> None:
+            if request.open:
+                self._desk.close(request, RingTaken(self._taken.epoch))
+
+        request.expire = answer
+        self._once_taken(answer)
 
     def _fetch(self, origin: Origin, message: RecordFetch) -> None:
         self._check_peer(origin, message.epoch, message.keys)
         if not message.keys:
             raise Refused("a fetch names at least one record")
         request = self._desk.open(origin, len(message.keys))
-        fetch = _Fetch(request, [None] * len(message.keys), len(message.keys))
+        vouches = (
+            self._caught_up
+            if message.compares
+            else all(self._vouches(self._place(key)) for key in message.keys)
+        )
+        fetch = _Fetch(request, [None] * len(message.keys), len(message.keys), not vouches)
         request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
         for index, key in enumerate(message.keys):
             self._lines.read(key, partial(self._fetched, fetch, index))
@@ -590,7 +726,7 @@ class Shard:
     def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""
         fetch.states[index] = local.state if local.state.context else None
-        fetch.incomplete |= local.damaged or bool(local.failure) or not self._caught_up
+        fetch.incomplete |= local.damaged or bool(local.failure)
         fetch.open_count -= 1
         if fetch.open_count or not fetch.request.open:
             return
@@ -628,14 +764,10 @@ class Shard:
 
         background.forget(message.keys, states, done)
 
-    def _replicas_if_ours(self, key: bytes) -> tuple[str, ...]:
-        """The replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
-        replicas = self.ring.replicas(key[TENANT_BYTES:])
-        return replicas if self.node in replicas else ()
-
-    def _place(self, key: bytes) -> tuple[int, tuple[str, ...]]:
-        """Epoch, and the other replicas of the stored ``key``; nobody if we are none ourselves (any more)."""
-        return self.ring.epoch, self._beside(self._replicas_if_ours(key))
+    def _keepers_if_ours(self, key: bytes) -> tuple[str, ...]:
+        """The keepers of the stored ``key``; nobody if we are none ourselves (any more)."""
+        keepers = self.ring.keepers(key[TENANT_BYTES:])
+        return keepers if self.node in keepers else ()
 
     def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
@@ -648,10 +780,9 @@ class Shard:
 
         self._merge(key, state, done)
 
-    def _missed(self, node: str, keys: Sequence[bytes], answer: Message) -> None:
+    def _missed(self, node: str, keys: Sequence[bytes]) -> None:
         """``node`` did not acknowledge ``keys``."""
         self._missed_count += len(keys)
-        self._refused(answer)  # first: by a newer ring it may not be a replica any more
         if self._background is not None:
             self._background.missed(node, keys)
 
@@ -673,7 +804,7 @@ class Shard:
     def _strong_read(self, origin: Origin, message: StrongRead) -> None:
         self._check_epoch(message.epoch)
         for key in _checked_keys(message.keys):
-            self._replicas(key)
+            self._check_replica(key)
         orders = [StrongOrder(origin.tenant + key, READ) for key in message.keys]
         self._strong_run(origin, orders)
 
@@ -683,7 +814,7 @@ class Shard:
             raise TooLarge(f"a request has at most {CHANGES_MAX} changes, got {len(message.changes)}")
         _checked_keys([order.key for order in message.changes])
         for order in message.changes:
-            self._replicas(order.key)
+            self._check_replica(order.key)
             if order.op not in OPS:
                 raise Refused(f"a change is one of {', '.join(OPS)}, got {order.op!r}")
             if order.value is not None and len(order.value) > VALUE_BYTES_MAX:
@@ -793,7 +924,7 @@ class Shard:
 
     def _recover_again(self) -> None:
         """Now and then, for what could not be had from enough of the others, a part at a time."""
-        waiting = [key for key in self._lines.damaged() if self._place(key)[1]]
+        waiting = [key for key in self._lines.damaged() if self._keeps(key)]
         rest = [key for key in waiting if key > self._recovered_last] or waiting
         if part := rest[:RECOVER_AT_ONCE]:
             self._recovered_last = part[-1]
@@ -804,18 +935,18 @@ class Shard:
         its own state in their place, and what we alone had shown would be hidden from reads of our copy."""
         by_node: dict[str, list[_Recovery]] = {}
         for key in keys:
-            others = self._place(key)[1]
-            need = 1 + len(others) - min(self.ring.to_map().write_quorum, 1 + len(others)) + 1
-            recovery = _Recovery(key, min(need, len(others)))
-            for node in others:
-                by_node.setdefault(node, []).append(recovery)
+            place = self._place(key)
+            if place.ours:
+                recovery = _Recovery(key, place, set())
+                for node in place.others:
+                    by_node.setdefault(node, []).append(recovery)
         for node, theirs in by_node.items():
             for begin in range(0, len(theirs), RECOVER_KEYS_MAX):
                 piece = theirs[begin : begin + RECOVER_KEYS_MAX]
-                fetch = RecordFetch(self.ring.epoch, [recovery.key for recovery in piece])
-                self._desk.ask(node, fetch, partial(self._recovered, piece))
+                fetch = RecordFetch(self.ring.epoch, [recovery.key for recovery in piece], compares=True)
+                self._desk.ask(node, fetch, partial(self._recovered, node, piece))
 
-    def _recovered(self, recoveries: Sequence[_Recovery], answer: Message) -> None:
+    def _recovered(self, node: str, recoveries: Sequence[_Recovery], answer: Message) -> None:
         if not isinstance(answer, RecordStates) or len(answer.states) != len(recoveries):
             self._refused(answer)
             return
@@ -826,9 +957,10 @@ class Shard:
                 recovery.state = dvv.merge(recovery.state, state or dvv.EMPTY)
             except (Corrupt, TooLarge):
                 continue  # it contradicts another replica's, and is no answer
-            recovery.need -= not answer.degraded
-            if state is not None or recovery.need <= 0:
-                self._repair(recovery.key, recovery.state, recovery.need <= 0)
+            if not answer.degraded:
+                recovery.told.add(node)
+            if state is not None or recovery.over:
+                self._repair(recovery.key, recovery.state, recovery.over)
 
     def _adopt(self, ring_map: RingMap) -> None:
         """Epochs only grow.  Requests under way keep the epoch that they began with."""
@@ -841,8 +973,62 @@ class Shard:
             self._stale_map_count += 1
         else:
             self._plans.clear()
+            self._places.clear()
+            self._keep_map()
             if self._background is not None:
                 self._background.placed()
+            if self._watch is not None:
+                self._watch.ring_changed()
+
+    # -- the other shards
+
+    def _make_watch(self, options: WatchOptions) -> PeerWatch:
+        watch = PeerWatch(
+            self.node,
+            options,
+            self._desk,
+            self._timers,
+            ring=lambda: self.ring,
+            silenced=self._recovery.gone,
+            returned=self._returned,
+        )
+        self._timers.at(0.0, watch.ring_changed)
+        return watch
+
+    def _returned(self, node: str, silent_since: float) -> None:
+        if self._background is not None:
+            self._background.returned(node, self._desk.now - silent_since)
+
+    @property
+    def taken(self) -> Ring:
+        """The newest ring that we work by, even if we end now and start again."""
+        return self._taken
+
+    def _keep_map(self) -> None:
+        """Note the newest map; again after a while if there was no room."""
+        ring = self.ring
+        if self._background is None:  # nothing is noted
+            self._taken = ring
+            return
+
+        def kept(durable: bool) -> None:
+            if durable:
+                self._taken = max(self._taken, ring, key=lambda each: each.epoch)
+            elif ring is self.ring:
+                self._timers.at(self._desk.now + KEEP_AGAIN_S, self._keep_map)
+            if self._taken.epoch == self.ring.epoch:
+                waiting, self._when_taken = self._when_taken, []
+                for then in waiting:
+                    then()
+
+        self._notes.save(MAP, encode_map(ring.to_map()), kept)
+
+    def _once_taken(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when the newest map is taken."""
+        if self._taken.epoch == self.ring.epoch:
+            then()
+        else:
+            self._when_taken.append(then)
 
     # -- scans
 
@@ -868,7 +1054,7 @@ class Shard:
         self._desk.order(Scan(ticket, scan.prefix, after, scan.limit - len(scan.found)))
 
     def _scanned(self, event: Scanned) -> None:
-        """Only what we own: copies that an older ring left here are not ours to name."""
+        """Only what we keep: copies that an older ring left here are not ours to name."""
         scan = self._scans.pop(event.ticket)
         if not scan.request.open:
             return
@@ -876,7 +1062,7 @@ class Shard:
             self._desk.close(scan.request, Unavailable(f"the shard's disk cannot be read: {event.failure}"))
             return
         names = [key[TENANT_BYTES:] for key in event.keys]
-        scan.found += [name for name in names if self.node in self.ring.replicas(name)]
+        scan.found += [name for name in names if self._placed(self.ring.write_groups(name)).ours]
         if event.resume is None or len(scan.found) >= scan.limit:
             self._desk.close(scan.request, RecordKeys(scan.found))
         else:
@@ -915,6 +1101,31 @@ class Shard:
         """Records that were found damaged and have not been got back."""
         return len(self._lines.damaged())
 
+    def move_status(self) -> ShardMove:
+        """How far this shard's records are with the transition under way, and with what follows it."""
+        ring, repair = self.ring, self._background
+        if repair is None:
+            return ShardMove()
+        settled, clean = (ring.epoch, True) if self._strong is None else self._strong.moved()
+        left_count, left_bytes = repair.left()
+        return ShardMove(
+            ready_epoch=ring.epoch if repair.ready else 0,
+            strong_epoch=settled,
+            clean_epoch=ring.epoch if repair.purge.clean and clean else 0,
+            records_left=left_count,
+            bytes_left=left_bytes,
+        )
+
+    @property
+    def watch(self) -> PeerWatch | None:
+        """Which of the others answer, if anybody looks."""
+        return self._watch
+
+    def split(self) -> SplitReport | None:
+        """What became of the last split that this shard was in, as far as it is over; ``None`` = of none in
+        this life."""
+        return self._recovery.report()
+
     def strong_counts(self) -> StrongCounts:
         """Of the strong records.  Raises ``Refused`` if this shard keeps none."""
         return self._strong_records().counts()
@@ -929,6 +1140,8 @@ class Shard:
         self._desk.check()
         self._lines.check()
         self._recheck.check()
+        if self._watch is not None:
+            self._watch.check()
         if self._background is not None:
             self._background.check()
         if self._strong is not None:
@@ -936,7 +1149,7 @@ class Shard:
 
     def story(self, key: bytes) -> str:
         """What is known of the stored ``key`` (tenant digest included), for a person."""
-        owners = self.ring.replicas(key[TENANT_BYTES:])
+        owners = ", then ".join(map(str, self.ring.write_groups(key[TENANT_BYTES:])))
         place = f"epoch {self.ring.epoch}, owners {owners}"
         strong = "" if self._strong is None else f"; strong: {self._strong.story(key)}"
         return f"{self.node} as {self.replica}, {place}: {self._lines.story(key)}{strong}"
@@ -960,3 +1173,13 @@ def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[byte
                 f"a record name has 1 to {RECORD_KEY_BYTES_MAX} bytes, got {len(key) - prefix_bytes}"
             )
     return keys
+
+
+def _kept_map(notes: Mapping[bytes, bytes]) -> RingMap:
+    """The newest that an earlier life took."""
+    with suppress(Corrupt, RingError):  # it rotted: others know newer ones
+        if MAP in notes:
+            ring_map = decode_map(notes[MAP])
+            Ring.from_map(ring_map)
+            return ring_map
+    return NO_RING

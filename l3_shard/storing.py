@@ -1,5 +1,7 @@
 """``Storing``: one put of many blocks, each to every one of its owners, pipelined by shard.
 
+While keys are being moved from one placement to another, the shards of both are owners here.
+
 One copy that others can read is what the caller wants, so a put is done when every block has one, and its
 other owners have had as long again as that took (``LAG_MIN_S`` at least).  An owner that is slower is left to
 get its copies from the others (``l3_shard.refilling``), and is given none for a moment.

@@ -311,6 +311,16 @@ class Strong:
         """Epochs of the maps whose owners decide; empty until this shard votes."""
         return self._entering.maps if self._entering.votes else ()
 
+    def moved(self) -> tuple[int, bool]:
+        """Epoch of the map that has settled our records (the newest, if that places them alike), and whether
+        we have nothing more of records that are not ours by it."""
+        ring, known = self._ring(), self._entering.configuration
+        if not self._entering.votes or known is None:
+            return 0, False
+        if known.pending or known.settled.placement != ring.placement:
+            return known.settled.epoch, False
+        return ring.epoch, not self._entering.drops
+
     def check(self) -> None:
         """Assert every invariant."""
         self._lines.check()

@@ -271,8 +271,8 @@ class L3Tier:
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted: what all shards together name.
 
-        An acknowledged record is on ``write_quorum`` shards, so fewer than that may be missing from the
-        answers.
+        An acknowledged record is on ``write_quorum`` shards (of each placement, while keys move), so fewer
+        than that may be missing from the answers.
 
         Raises:
             Unavailable: too many shards did not answer, or have new stores and may lack names.

@@ -6,7 +6,7 @@ replaced.  It may go when **every** replica has it and it is older than ``tombst
     first replica: candidates by age ─► RecordFetch from all others: the very same state?
         ─► raise the counter floor, durable ─► RecordForget to all: remove if still the very same state
 
-* While one replica is away nothing is removed that it keeps, so it may return after any time and with any old
+* While one keeper is away nothing is removed that it keeps, so it may return after any time and with any old
   value: the tombstones are still there.
 * A replica that did not hear the last message keeps its tombstone; comparing brings it back to the others,
   and the burial is tried again.  A tombstone may return, a value not: nobody had one any more.
@@ -18,8 +18,10 @@ replaced.  It may go when **every** replica has it and it is older than ``tombst
 * A context is what a client says, and the floor is for all records.  A tombstone with a counter that no
   replica can have come to (``FLOOR_MAX``) therefore stays: above such a floor there would be no dots left.
 
-What this does not cover: a shard that stops being a replica of a key keeps its copy, and that copy is not
-asked. So nothing is removed under another placement than the one that the store began with.
+A shard that stops being a keeper of a record is not asked when its tombstone is buried.  Therefore nothing is
+buried while records move, nor by a shard that still has records which it does not keep; and no move begins
+before every shard that takes part is rid of those (``l3_shard.purge``): what comes back as a keeper comes
+back empty.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
 """``Writing``: coordinates puts: gives each write its dot, makes it durable here, then on enough of the other
-replicas.
+keepers.
 
 A write goes through::
 
-    waiting ──apply──► applied ──persisted──► durable here ──► W acknowledgements: done
-       │                  │                        │
-       │ refused,         │ disk full:             │ too few replicas left, or time is up:
-       ▼ time is up       ▼ nothing was written    ▼ outcome_unknown
-    not done           not done                 it spreads all the same
+    waiting ──apply──► applied ──persisted──► durable here, placed ──► W acks of each group: done
+       │                  │                        │          ▲
+       │ refused,         │ disk full:             │          └── a keeper says that the epoch is over
+       ▼ time is up       ▼ nothing was written    │ too few keepers left, or time is up:
+    not done           not done                    ▼ outcome_unknown: it spreads all the same
+
+**A write is placed when it is durable here**, by the ring of that moment, and not when it was asked for.
+Whoever compares itself with us under a newer ring (``l3_shard.comparing``) sees all that was durable before
+we took that ring; what is durable later goes to the owners by the newer ring.  A keeper acknowledges by the
+same rule: if it has taken another ring before the write is on its disk, it says so, and the write is placed
+again, made durable here again (our copy may have been dropped meanwhile) and sent to everybody again.
 
 **Replacing what is not here.**  A caller may name its last write by its dot alone (see ``l3_shard.dvv``), and
 the shard that takes the next one need not be one of those that acknowledged the last.  What this shard has
@@ -22,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, TooLarge, Unavailable
+from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, StaleEpoch, TooLarge, Unavailable
 from kvcomm.machine import Origin
 from kvcomm.version import Dot, VersionVector
 from kvcomm.wire.messages import (
@@ -37,10 +43,15 @@ from kvcomm.wire.messages import (
     RecordStates,
     RecordVersion,
     RecordVersions,
+    RingMap,
+    RingOffer,
+    RingTaken,
 )
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request
 from l3_shard.lines import Lines
+from l3_shard.place import Place
+from l3_shard.ring import decode_map
 
 REPLICATE_KEYS_MAX = 1_024
 UNMERGEABLE = (Corrupt.code, TooLarge.code)
@@ -56,23 +67,14 @@ Accept = Callable[[RecordState, "Draft"], dvv.Written]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A write that has passed the edge: stored key, checked bounds, placed by the ring."""
+    """A write that has passed the edge: stored key, checked bounds."""
 
     key: bytes
     value: bytes | None
     context: VersionVector
     own: Dot | None
-    others: tuple[str, ...]
-    """The replicas beside this one."""
-    need: int
-    """Acknowledgements that make it done, this shard's own included."""
     delta: bytes | None = None
     """Instead of a value, where siblings are resolved."""
-
-    @property
-    def witnesses(self) -> int:
-        """So many replicas meet every write quorum."""
-        return 2 + len(self.others) - self.need
 
     def replaces_unseen(self, state: RecordState) -> bool:
         """Whether it names a write that ``state`` has not seen."""
@@ -98,20 +100,29 @@ class _Write:
     owner: Writing
     put: _Put
     draft: Draft
+    place: Place
+    """By the ring of when it was asked for, then of when it was durable here."""
     written: dvv.Written | None = None
     state: RecordState = dvv.EMPTY
-    """What is sent to the other replicas: the record as it became durable with this write."""
-    acks: int = 0
-    outstanding: int = 0
-    """Replicas that may still acknowledge."""
+    """What is sent to the other keepers: the record as it became durable with this write."""
+    round: int = 0
+    """How often it was placed; answers to an earlier round do not count."""
+    acks: set[str] = field(default_factory=set)
+    """Who has it on disk."""
+    outstanding: set[str] = field(default_factory=set)
+    """Who may still acknowledge."""
     decided: bool = False
     error: KVCommError | None = None
     trouble: str = ""
-    """What the last replica that did not acknowledge said."""
+    """What the last keeper that did not acknowledge said."""
     look: _Look | None = None
     """For the write that it replaces; it was not here."""
 
     def apply(self, state: RecordState) -> RecordState:
+        if not self.owner.place(self.draft.key).ours:
+            raise Unavailable("nothing was written: the record has other owners by now")
+        if self.round:
+            return dvv.merge(state, self.state)
         if self.look is not None:
             state = dvv.merge(state, self.look.found)
         elif self.draft.replaces_unseen(state):
@@ -120,13 +131,14 @@ class _Write:
         return self.written.state
 
     def durable(self, state: RecordState) -> None:
-        self.acks, self.outstanding = 1, len(self.draft.others)
         self.state = state
-        self.owner.spread(self)
+        self.owner.spread(self, have=True)
 
     def failed(self, error: KVCommError) -> None:
         if isinstance(error, _Unseen):
             self.owner.look(self)
+        elif self.round:  # the others may still be enough
+            self.owner.spread(self, have=False)
         else:
             self.owner.decide(self, error)
 
@@ -137,37 +149,48 @@ class _Unseen(KVCommError):
 
 @dataclass(eq=False, slots=True)
 class _Look:
-    """Asks the other replicas for the write that another one replaces."""
+    """Asks the other keepers for the write that another one replaces."""
 
     outstanding: int
+    answered: set[str]
+    """Who has said what it has, this shard included."""
     found: RecordState = dvv.EMPTY
     """What they have."""
-    answers: int = 1
-    """Replicas that have said what they have, this one included."""
     over: bool = False
+
+
+_Sent = tuple[_Write, int]
+"""A write, and the round that it was sent in."""
 
 
 class Writing:
     """Coordinates puts.
 
     Args:
-        place: (epoch, other replicas) of a stored key by the newest map.
-        missed: hears (node, keys, answer) of every replica that did not acknowledge: the place for hinted
+        place: of a stored key by the newest map.
+        newest: that map.
+        refused: hears every answer of a keeper that did not acknowledge: it may bring a newer map.
+        missed: hears (node, keys) of every keeper that did not and is not asked again: the place for hinted
             handoff.
     """
 
     def __init__(
         self,
+        node: str,
         desk: Desk,
         lines: Lines[RecordState],
         accept: Accept,
-        place: Callable[[bytes], tuple[int, tuple[str, ...]]],
-        missed: Callable[[str, Sequence[bytes], Message], None],
+        *,
+        place: Callable[[bytes], Place],
+        newest: Callable[[], RingMap],
+        refused: Callable[[Message], None],
+        missed: Callable[[str, Sequence[bytes]], None],
     ) -> None:
-        self.accept = accept
-        self.unknown_count = self.acked_count = 0
-        self._desk, self._lines, self._place, self._missed = desk, lines, place, missed
-        self._outbox: dict[tuple[str, int], list[_Write]] = {}
+        self.accept, self.place = accept, place
+        self.unknown_count = self.acked_count = self.replaced_count = 0
+        self._node, self._desk, self._lines = node, desk, lines
+        self._newest, self._refused, self._missed = newest, refused, missed
+        self._outbox: dict[tuple[str, int], list[_Sent]] = {}
 
     def put(self, origin: Origin, epoch: int, drafts: Sequence[Draft]) -> None:
         """Coordinate one request.
@@ -177,7 +200,7 @@ class Writing:
         """
         request = self._desk.open(origin, len(drafts), sum(draft.held_bytes for draft in drafts))
         put = _Put(request, epoch, open_count=len(drafts))
-        put.writes = [_Write(self, put, draft) for draft in drafts]
+        put.writes = [_Write(self, put, draft, self.place(draft.key)) for draft in drafts]
         request.expire = partial(self._expire, put)
         for write in put.writes:
             try:
@@ -186,32 +209,34 @@ class Writing:
                 self.decide(write, error)
 
     def look(self, write: _Write) -> None:
-        """Ask the other replicas for the write that ``write`` replaces."""
-        look = write.look = _Look(len(write.draft.others))
-        message = RecordFetch(write.put.epoch, [write.draft.key])
+        """Ask the other keepers for the write that ``write`` replaces."""
+        write.place = self.place(write.draft.key)
+        look = write.look = _Look(len(write.place.others), {self._node})
+        message = RecordFetch(write.place.epoch, [write.draft.key])
         timeout_s = LOOK_SHARE * self._desk.limits.request_timeout_s
-        for node in write.draft.others:
-            self._desk.ask(node, message, partial(self._looked, write, look), timeout_s=timeout_s)
+        for node in write.place.others:
+            self._desk.ask(node, message, partial(self._looked, write, look, node), timeout_s=timeout_s)
         self._settle_look(write, look)
 
-    def _looked(self, write: _Write, look: _Look, answer: Message) -> None:
+    def _looked(self, write: _Write, look: _Look, node: str, answer: Message) -> None:
         look.outstanding -= 1
         if isinstance(answer, RecordStates) and len(answer.states) == 1:
             state = answer.states[0] or dvv.EMPTY
             with suppress(Corrupt, TooLarge):  # one that contradicts another is no answer
                 look.found = dvv.merge(look.found, dvv.checked(state))
-                look.answers += not answer.degraded
+                if not answer.degraded:
+                    look.answered.add(node)
         self._settle_look(write, look)
 
     def _settle_look(self, write: _Write, look: _Look) -> None:
         """Go on as soon as it is found, or cannot be any more: then it was lost with its disks, or the record
         was removed, and whatever is left of it stays beside the new one."""
         draft = write.draft
-        unseen = draft.replaces_unseen(look.found) and look.answers < draft.witnesses
+        unseen = draft.replaces_unseen(look.found) and not write.place.meets_writes(look.answered)
         if look.over or write.decided or (unseen and look.outstanding):
             return
         look.over = True
-        if unseen and look.answers < draft.need:
+        if unseen and not write.place.could_write(look.answered):
             text = "nothing was written: no replica answers that may have the write that this one replaces"
             self.decide(write, Unavailable(text))
             return
@@ -220,34 +245,42 @@ class Writing:
         except KVCommError as error:
             self.decide(write, error)
 
-    def spread(self, write: _Write) -> None:
-        """``write`` is durable here: send its record to the other replicas at the next flush."""
-        for node in write.draft.others:
-            self._outbox.setdefault((node, write.put.epoch), []).append(write)
+    def spread(self, write: _Write, *, have: bool) -> None:
+        """``write`` is durable here, if we ``have`` it: place it, and send its record to the other keepers at
+        the next flush."""
+        write.place = place = self.place(write.draft.key)
+        write.round += 1
+        write.acks = {self._node} if have else set()
+        write.outstanding = set(place.others)
+        for node in place.others:
+            self._post(node, write)
         self._settle(write)
+
+    def _post(self, node: str, write: _Write) -> None:
+        self._outbox.setdefault((node, write.place.epoch), []).append((write, write.round))
 
     def flush(self) -> None:
         """One message a peer for everything that became durable together, in pieces of bounded size."""
         outbox, self._outbox = self._outbox, {}
-        for (node, epoch), writes in outbox.items():
-            for piece in self._pieces(writes):
+        for (node, epoch), sent in outbox.items():
+            for piece in self._pieces(sent):
                 self._send(node, epoch, piece)
 
-    def _send(self, node: str, epoch: int, writes: list[_Write]) -> None:
+    def _send(self, node: str, epoch: int, sent: list[_Sent]) -> None:
         states: dict[bytes, RecordState] = {}
-        for write in writes:  # merged: a write that goes out again may be older than its neighbour
+        for write, _ in sent:  # merged: a write that goes out again may be older than its neighbour
             states[write.draft.key] = dvv.merge(states.get(write.draft.key, dvv.EMPTY), write.state)
         message = RecordReplicate(epoch, list(states), list(states.values()))
         held_bytes = sum(map(dvv.value_bytes, message.states))
-        self._desk.ask(node, message, partial(self._answered, node, epoch, writes), held_bytes)
+        self._desk.ask(node, message, partial(self._answered, node, epoch, sent), held_bytes)
 
-    def _pieces(self, writes: Sequence[_Write]) -> Iterator[list[_Write]]:
+    def _pieces(self, sent: Sequence[_Sent]) -> Iterator[list[_Sent]]:
         """Writes of one record, durable together or one after the other, are sent and counted as one
         state."""
-        piece: list[_Write] = []
+        piece: list[_Sent] = []
         keys: set[bytes] = set()
         size = 0
-        for write in writes:
+        for write, round_ in sent:
             extra_bytes = 0 if write.draft.key in keys else dvv.value_bytes(write.state)
             if piece and (
                 size + extra_bytes > self._desk.limits.message_bytes or len(keys) == REPLICATE_KEYS_MAX
@@ -255,49 +288,91 @@ class Writing:
                 yield piece
                 piece, size, extra_bytes = [], 0, dvv.value_bytes(write.state)
                 keys.clear()
-            piece.append(write)
+            piece.append((write, round_))
             keys.add(write.draft.key)
             size += extra_bytes
         yield piece
 
-    def _answered(self, node: str, epoch: int, writes: list[_Write], answer: Message) -> None:
+    def _answered(self, node: str, epoch: int, sent: list[_Sent], answer: Message) -> None:
         if isinstance(answer, Done):
-            self.acked_count += len(writes)
-            for write in writes:
-                write.acks += 1
-                write.outstanding -= 1
-                self._settle(write)
+            self.acked_count += len(sent)
+            for write, round_ in sent:
+                if write.round == round_:
+                    write.acks.add(node)
+                    write.outstanding.discard(node)
+                    self._settle(write)
             return
         if isinstance(answer, Failure) and answer.code in UNMERGEABLE:
-            keys = list(dict.fromkeys(write.draft.key for write in writes))
+            keys = list(dict.fromkeys(write.draft.key for write, _ in sent))
             if len(keys) > 1:  # one record's trouble is not its neighbours'
                 first = set(keys[: len(keys) // 2])
-                self._send(node, epoch, [write for write in writes if write.draft.key in first])
-                self._send(node, epoch, [write for write in writes if write.draft.key not in first])
+                self._send(node, epoch, [each for each in sent if each[0].draft.key in first])
+                self._send(node, epoch, [each for each in sent if each[0].draft.key not in first])
                 return
-        self._missed(node, [write.draft.key for write in writes], answer)
+        self._refused(answer)
+        if isinstance(answer, Failure) and answer.code == StaleEpoch.code:
+            self._stale(node, epoch, sent, answer)
+        else:
+            self._give_up(node, sent, answer)
+
+    def _give_up(self, node: str, sent: list[_Sent], answer: Message) -> None:
+        """``node`` does not acknowledge these."""
+        self._missed(node, [write.draft.key for write, _ in sent])
         trouble = f"; {node}: {answer.text}" if isinstance(answer, Failure) else ""
-        for write in writes:
-            write.trouble = trouble
-            if not self._again(node, epoch, write):
-                write.outstanding -= 1
+        for write, round_ in sent:
+            if write.round == round_:
+                write.trouble = trouble
+                write.outstanding.discard(node)
                 self._settle(write)
 
-    def _again(self, node: str, epoch: int, write: _Write) -> bool:
-        """Whether the peer refused for a newer map, which we have by now, and the owners are the same under
-        it."""
-        now_epoch, others = self._place(write.draft.key)
-        if write.decided or now_epoch <= epoch or set(others) != set(write.draft.others):
+    def _stale(self, node: str, epoch: int, sent: list[_Sent], answer: Failure) -> None:
+        """``node`` has another ring: a newer one, which we have taken up by now, or an older one by which it
+        does not keep the record yet."""
+        if _is_older(answer.detail, epoch):
+            offer = RingOffer(self._newest())
+            self._desk.ask(node, offer, partial(self._offered, node, epoch, sent, answer))
+            return
+        rest = [each for each in sent if not self._again(node, epoch, *each)]
+        if rest:
+            self._give_up(node, rest, answer)
+
+    def _offered(self, node: str, epoch: int, sent: list[_Sent], refusal: Failure, answer: Message) -> None:
+        if not isinstance(answer, RingTaken) or answer.epoch < epoch:
+            self._give_up(node, sent, refusal)
+            return
+        for write, round_ in sent:
+            if write.round == round_:
+                self._post(node, write)
+
+    def _again(self, node: str, epoch: int, write: _Write, round_: int) -> bool:
+        """Whether the write is sent again, or need not be: ``node`` refused it for a newer map."""
+        if write.round != round_:
+            return True  # it is on its way again already
+        now = self.place(write.draft.key)
+        if write.decided or now.epoch <= epoch:
             return False
-        self._outbox.setdefault((node, now_epoch), []).append(write)
+        if now.alike(write.place):
+            write.place = now
+            self._post(node, write)
+            return True
+        self.replaced_count += 1
+        write.round += 1
+        write.acks, write.outstanding = set(), set()
+        if not now.ours:
+            self.spread(write, have=False)
+            return True
+        try:
+            self._lines.change(write.draft.key, write)
+        except KVCommError:
+            self.spread(write, have=False)
         return True
 
     def _settle(self, write: _Write) -> None:
-        need = write.draft.need
-        if write.acks >= need:
+        lacks = write.place.lacks(write.acks)
+        if lacks is None:
             self.decide(write, None)
-        elif write.acks + write.outstanding < need:
-            text = f"only {write.acks} of {need} replicas confirmed the write{write.trouble}"
+        elif not write.place.done(write.acks | write.outstanding):
+            text = f"only {lacks[0]} of {lacks[1]} replicas confirmed the write{write.trouble}"
             self.decide(write, OutcomeUnknown(text))
 
     def decide(self, write: _Write, error: KVCommError | None) -> None:
@@ -314,10 +389,11 @@ class Writing:
             if write.decided:
                 continue
             looks = write.look is not None and not write.look.over
-            if looks or self._lines.withdraw(write.draft.key, write):
+            if not write.round and (looks or self._lines.withdraw(write.draft.key, write)):
                 self.decide(write, Unavailable("the shard was too slow; nothing was written"))
             else:
-                text = f"{write.acks} of {write.draft.need} replicas confirmed in time{write.trouble}"
+                count, need = write.place.lacks(write.acks) or (len(write.acks), len(write.acks))
+                text = f"{count} of {need} replicas confirmed in time{write.trouble}"
                 self.decide(write, OutcomeUnknown(text))
 
     def _finish(self, put: _Put) -> None:
@@ -341,4 +417,12 @@ def _fate(write: _Write) -> RecordFate:
 def _version(write: _Write) -> RecordVersion:
     assert write.written is not None
     dot = write.written.dot
-    return RecordVersion(dot.replica, dot.counter, write.written.context, write.acks, write.written.own)
+    return RecordVersion(dot.replica, dot.counter, write.written.context, len(write.acks), write.written.own)
+
+
+def _is_older(detail: bytes, epoch: int) -> bool:
+    """Whether a ``stale_epoch`` failure tells a map older than ``epoch``."""
+    try:
+        return decode_map(detail).epoch < epoch
+    except Corrupt:
+        return False

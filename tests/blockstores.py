@@ -139,6 +139,10 @@ class DictStore:
             except Corrupt:
                 del self.copies[key]
 
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self.copies.pop(key, None)
+
     def open_pins(self, holder: int, slots: int) -> tuple[int, int, int]:
         return (100, min(slots, 8), 1 << 20)
 
@@ -182,12 +186,24 @@ class DictDepot:
     """Present until they are read."""
     uses: list[bool] = field(default_factory=list)
     """Whether each recall was a use."""
+    capacity_bytes: int = 1 << 30
 
     def present(self, keys: Sequence[BlockKey], tenant: bytes) -> list[bool]:
         return [key in self.held and tenant in (ANY_TENANT, self.tenant) for key in keys]
 
     def stored(self, keys: Sequence[BlockKey]) -> None:
         self.queued += keys
+
+    def keep(self, key: BlockKey, copy: memoryview, done: Callable[[bool], None]) -> None:
+        room = sum(map(len, self.held.values())) + len(copy) <= self.capacity_bytes
+        if room:
+            self.held[key] = bytes(copy)
+        done(room)
+
+    def drop(self, keys: Sequence[BlockKey], done: Callable[[], None]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+        done()
 
     def recall(
         self,
@@ -209,4 +225,4 @@ class DictDepot:
 
     def usage(self) -> DepotUsage:
         used_bytes = sum(map(len, self.held.values()))
-        return DepotUsage("on", 1 << 30, used_bytes, len(self.held), 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return DepotUsage("on", self.capacity_bytes, used_bytes, len(self.held), 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -18,6 +18,8 @@ CASES = (
     "repair",
     "prefill",
     "streams",
+    "hotkeys",
+    "hot_record",
     "affinity",
     "penetration",
     "footprint",

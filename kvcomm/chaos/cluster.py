@@ -9,7 +9,7 @@ What is put together comes from :class:`Parts`, so that a test can put a broken 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +22,7 @@ from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Place, Violation, Watch
+from kvcomm.chaos.witness import Witness
 from kvcomm.chaos.world import Host, Timer, World
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.machine import (
@@ -44,14 +45,10 @@ from kvcomm.stateplane import StatePlane
 from kvcomm.steps import Ask, Steps
 from kvcomm.strongplane import StrongPlane
 from kvcomm.tally import Tally
-from kvcomm.tier import RecordAnswer, Records
 from kvcomm.wire.messages import (
-    Dots,
     Failure,
     Message,
     RecordState,
-    RecordVersion,
-    RecordWrite,
     RingMap,
     RingNode,
     StrongState,
@@ -482,7 +479,7 @@ class Cluster:
         """Where a client calls shards.  Any owner may coordinate; if the plan says so, each client has
         another one take the first owner's part, and proposers of one record meet."""
         names = self.names
-        if not self.plan.spread or self.plan.copies < len(names):
+        if not self.plan.spread or self.plan.copies < len(names) or self.plan.controllers:
             return lambda shard: shard.address
         turned = {name: names[(at + index) % len(names)] for at, name in enumerate(names)}
         return lambda shard: f"tcp://{turned[shard.node]}:1"
@@ -703,24 +700,6 @@ class ShardProcess:
     def _die(self) -> None:
         self.cluster.note(f"{self.host.name} dies at a bad moment")
         self.cluster.kill(self.host.name, self.cluster.restart_s())
-
-
-class Witness:
-    """``Records`` that remember what the last put answered: the plane keeps the dots to itself."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-        self.versions: list[RecordVersion] = []
-
-    def record_get(self, keys: Sequence[bytes], least: Sequence[Dots] = ()) -> Steps[list[RecordAnswer]]:
-        return self._records.record_get(keys, least)
-
-    def record_put(self, writes: Sequence[RecordWrite]) -> Steps[list[RecordVersion]]:
-        self.versions = yield from self._records.record_put(writes)
-        return self.versions
-
-    def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
-        return self._records.record_scan(prefix)
 
 
 class ClientProcess:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvcomm.block import Incarnation
 from kvcomm.chaos.cluster import ShardProcess, meta_floor
 from kvcomm.chaos.driver import run_steps
-from kvcomm.chaos.hearts import Heart, Pulse, moved
+from kvcomm.chaos.hearts import Heart, Pulse
 from kvcomm.chaos.network import Peers, Reply
 from kvcomm.chaos.watch import Watch
 from kvcomm.chaos.world import Host, Timer
@@ -77,6 +77,7 @@ CAMPAIGN_S = 2.0
 METADATA_S = 3.0
 """A read or write of the metadata is given up after so long."""
 RETRY_S = 0.5
+ORDER_TRIES, ORDER_PAUSE_S = 12, 0.3
 
 OVER = ("done", "cancelled", "rolled back", "failed")
 _NOBODY = Origin(ConnectionId(0), 0, b"", 0)
@@ -234,8 +235,8 @@ class Controllers:
         machine = process.machine
 
         def feel() -> Pulse:
-            ring = machine.ring.to_map() if machine.ring.epoch else None
-            return Pulse(machine.ring.epoch, ring, moved(machine), process.silent())
+            ring = machine.taken.to_map() if machine.taken.epoch else None
+            return Pulse(machine.taken.epoch, ring, machine.move_status(), process.silent())
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged
@@ -520,8 +521,8 @@ class Operator:
         """Nobody kills operators."""
 
     def order(self, message: Message) -> str:
-        """Once, to whoever leads; what came of it is noted in the history."""
-        self._ask(self._controllers.names[0], message, len(self._controllers.names) + 1)
+        """To whoever leads, again and again for a while; what came of it is noted in the history."""
+        self._ask(self._controllers.names[0], message, ORDER_TRIES)
         return f"{message}"
 
     def cancel(self) -> str:
@@ -540,10 +541,11 @@ class Operator:
         names = self._controllers.names
 
         def answered(answer: Message) -> None:
-            if isinstance(answer, Failure) and tries > 1:
+            lost = isinstance(answer, Failure) and answer.code in ("unavailable", "not_leader")
+            if isinstance(answer, Failure) and lost and tries > 1:
                 known = answer.detail.decode(errors="replace") if answer.code == "not_leader" else ""
                 following = known if known in names else names[(names.index(name) + 1) % len(names)]
-                self.host.after(0.1, lambda: self._ask(following, message, tries - 1))
+                self.host.after(ORDER_PAUSE_S, lambda: self._ask(following, message, tries - 1))
             else:
                 self._cluster.note(f"{name} answers {message}: {answer}")
 

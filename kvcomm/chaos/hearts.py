@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvcomm.chaos.network import Peers
 from kvcomm.chaos.world import Host, Timer
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.messages import Heartbeat, HeartbeatAnswer, RingMap, ShardMove
-
-if TYPE_CHECKING:
-    from l3_shard.shard import Shard
 
 ANSWER_S = 1.5
 CHANGE_S = 0.05
@@ -120,9 +116,3 @@ class Heart:
                     self._told = None
                     self.changed()
             self._heard(answer.message)
-
-
-def moved(machine: Shard) -> ShardMove:
-    """How far a shard is."""
-    status: Callable[[], ShardMove] | None = getattr(machine, "move_status", None)
-    return ShardMove() if status is None else status()

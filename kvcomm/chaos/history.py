@@ -12,8 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from kvcomm.errors import KVCommError, OutcomeUnknown
-from kvcomm.wire.messages import Dots
+from kvcomm.errors import KVCommError, OutcomeUnknown, WriteOutcome
+from kvcomm.stateplane import StateValue
+from kvcomm.wire.messages import Dots, RecordVersion
 
 Outcome = Literal["ok", "refused", "unknown"]
 """Done; not done and that is true; may have been done."""
@@ -163,3 +164,20 @@ def outcome_of_each(error: KVCommError) -> list[Outcome]:
     """What it says of each write of a batch; empty where it says nothing."""
     names: dict[str, Outcome] = {"done": "ok", "not_done": "refused", "unknown": "unknown"}
     return [names[outcome.status] for outcome in error.outcomes]
+
+
+def seen_of(value: StateValue) -> Seen:
+    """What a get answered, for the history."""
+    return Seen([each.decode() for each in value.values], dict(value.context), value.degraded)
+
+
+def stored_of(version: RecordVersion) -> Stored:
+    """What a put answered, for the history."""
+    return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)
+
+
+def stored_in_part(outcome: WriteOutcome) -> Stored | None:
+    """Of a write that was done though its batch was not.  How many acknowledged it is not told."""
+    if outcome.dot is None or outcome.context is None:
+        return None
+    return Stored(*outcome.dot, dict(outcome.context), 0, outcome.own)

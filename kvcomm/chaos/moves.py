@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcomm.chaos.hearts import moved
 from kvcomm.chaos.watch import Violation
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def _unsettled(cluster: Cluster, controllers: Controllers) -> str:
         shard = cluster.shard(node.node)
         if shard is None or shard.machine.ring.epoch != ring_map.epoch:
             return f"{node.node} does not work by epoch {ring_map.epoch}"
-        move = moved(shard.machine)
+        move = shard.machine.move_status()
         if move.clean_epoch < ring_map.epoch:
             return f"{node.node} is not clean by epoch {ring_map.epoch}: {move}"
     return ""

@@ -104,14 +104,14 @@ def _with_controllers(plan: Plan, draw: Draw) -> Plan:
     move is a comparison."""
     if not draw.chance(CONTROLLED):
         return plan
-    shards = max(plan.shards, plan.replicas)
+    shards = max(plan.shards, plan.replicas + draw.between(0, 1))
     orders = draw.some(ORDERS, draw.between(1, len(ORDERS)))
     return replace(
         plan,
         shards=shards,
         controllers=draw.weighted(((1, 1), (3, 3))),
         orders=(*orders, draw.choice(("grow", "shrink", "drain"))),
-        order_every_s=draw.choice((1.5, 4.0, 4.0)),
+        order_every_s=draw.choice((0.8, 1.5, 3.0)),
         repair_interval_s=1.0,
         faults=(
             *plan.faults,

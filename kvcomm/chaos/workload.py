@@ -18,18 +18,18 @@ from kvcomm.chaos.history import (
     History,
     Invoked,
     Returned,
-    Seen,
-    Stored,
     Write,
     outcome_of,
     outcome_of_each,
+    seen_of,
+    stored_in_part,
+    stored_of,
 )
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.watch import Violation
-from kvcomm.errors import KVCommError, WriteOutcome
-from kvcomm.stateplane import StateValue
+from kvcomm.errors import KVCommError
 from kvcomm.steps import Steps
-from kvcomm.wire.messages import Dots, RecordVersion
+from kvcomm.wire.messages import Dots
 
 if TYPE_CHECKING:
     from kvcomm.chaos.cluster import ClientProcess, Cluster
@@ -107,7 +107,7 @@ class EventualWorkload:
     def _get(client: ClientProcess, number: int, at: float, keys: Sequence[str]) -> Act:
         def returned(at: float, result: object) -> Returned:
             assert isinstance(result, list)
-            seen = [_seen(value) for value in result]
+            seen = [seen_of(value) for value in result]
             return Returned(at, client.host.name, number, "ok", seen=seen)
 
         return Act(
@@ -119,7 +119,7 @@ class EventualWorkload:
     @staticmethod
     def _put(client: ClientProcess, number: int, at: float, kind: str, writes: list[Write]) -> Act:
         def returned(at: float, result: object) -> Returned:
-            stored = [_stored(version) for version in client.records.versions]
+            stored = [stored_of(version) for version in client.records.versions]
             return Returned(at, client.host.name, number, "ok", stored=stored)
 
         batch: list[tuple[bytes, bytes | None, Dots | None]] = [
@@ -191,7 +191,7 @@ class Work:
                 history.add(act.returned(at, result))
             else:
                 invoked, text = act.invoked, f"{error.code}: {error.message}"
-                each, stored = outcome_of_each(error), [_stored_in_part(one) for one in error.outcomes]
+                each, stored = outcome_of_each(error), [stored_in_part(one) for one in error.outcomes]
                 line = Returned(
                     at, invoked.client, invoked.operation, outcome_of(error),
                     error=text, stored=stored, each=each,
@@ -210,18 +210,3 @@ class Work:
         if at < self._cluster.plan.active_s:
             act = self.workload.act(client, round(at, 6))
             self.run(client, act, lambda done: self._rest(client, 0.0 if done else REFUSED_REST_S))
-
-
-def _seen(value: StateValue) -> Seen:
-    return Seen([each.decode() for each in value.values], dict(value.context), value.degraded)
-
-
-def _stored(version: RecordVersion) -> Stored:
-    return Stored(version.replica, version.counter, dict(version.context), version.acks, version.own)
-
-
-def _stored_in_part(outcome: WriteOutcome) -> Stored | None:
-    """Of a write that was done though its batch was not.  How many acknowledged it is not told."""
-    if outcome.dot is None or outcome.context is None:
-        return None
-    return Stored(*outcome.dot, dict(outcome.context), 0, outcome.own)

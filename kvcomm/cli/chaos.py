@@ -8,12 +8,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvcomm.cli import scenarios
+
 app = typer.Typer(help="Try the shipped code against faults.", no_args_is_help=True)
 
 
 @app.callback()
 def chaos() -> None:
     """Try the shipped code against faults."""
+
+
+app.command("list")(scenarios.listing)
+app.command("show")(scenarios.show)
+app.command("run")(scenarios.run)
 
 
 @app.command("sim")

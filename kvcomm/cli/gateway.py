@@ -1,7 +1,7 @@
-"""``ShardBackend``: a shard's side of the control wire.
+"""``ShardBackend`` and ``ControllerBackend``: a shard's and a controller's side of the control wire.
 
-The record calls are for programs that speak gRPC only: any shard takes them and passes them on to the owners
-over the data wire, under the caller's own tenant.
+A shard's record calls are for programs that speak gRPC only: any shard takes them and passes them on to the
+owners over the data wire, under the caller's own tenant.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcomm.blockstore import BlockStore, Depot
-from kvcomm.cli.node import NodeProcess, StoreBackend
+from kvcomm.cli.node import NodeProcess, RoleBackend, StoreBackend
 from kvcomm.errors import Conflict
 from kvcomm.rpc import AsyncPeers, Identity, run_async
 from kvcomm.wire.messages import RecordStates, RecordVersion, RecordWrite, RingMap
 
 if TYPE_CHECKING:
+    from controller.process import RunningController
     from kvcomm.control import Caller
     from kvcomm.wire.control_codec import NodeStatus
     from l3_shard.server import RunningShard
@@ -46,7 +47,6 @@ class ShardBackend(StoreBackend):
         standing = self._running.ring()
         if self._running.adopt(ring) > ring.epoch or (standing.epoch == ring.epoch and standing != ring):
             raise Conflict(f"ring epoch {standing.epoch} stands; epoch {ring.epoch} cannot replace it")
-        self._process.ring_changed()
 
     async def get_records(self, caller: Caller, keys: Sequence[bytes], timeout_s: float) -> RecordStates:
         steps = self._records().record_states(keys)
@@ -77,3 +77,14 @@ class ShardBackend(StoreBackend):
             timeout_s = self._process.settings.network.connect_timeout_s
             self._peers[tenant] = AsyncPeers(identity, connect_timeout_s=timeout_s)
         return self._peers[tenant]
+
+
+class ControllerBackend(RoleBackend):
+    """How the controller is, and the cluster's ring as far as it knows."""
+
+    def __init__(self, process: NodeProcess, running: RunningController) -> None:
+        super().__init__(process)
+        self._running = running
+
+    def ring(self) -> RingMap | None:
+        return self._running.machine.ring

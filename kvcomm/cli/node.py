@@ -16,51 +16,75 @@ from typing import TYPE_CHECKING
 from kvcomm import __version__
 from kvcomm.block import BlockKey, Incarnation
 from kvcomm.blockstore import BlockStore, Depot
+from kvcomm.controllers import Controllers
+from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import Refused
+from kvcomm.heart import Face, Heart, Vitals
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
 from kvcomm.rpc import droptable
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
-from kvcomm.wire.messages import BlockItem, RecordStates, RecordVersion, RecordWrite, RingMap
+from kvcomm.wire.messages import (
+    BlockItem,
+    Message,
+    RecordStates,
+    RecordVersion,
+    RecordWrite,
+    RingMap,
+    ShardMove,
+)
 
 if TYPE_CHECKING:
     from kvcomm.control import Caller, ControlServer
     from kvcomm.exporter import Exporter
     from kvcomm.metrics import Histogram, Scope
+    from kvcomm.rpc import AsyncPeers
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
+    from l2_rdma.warming import Warming
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
     from l3_shard.shard import ShardCounts
+    from l3_shard.shedding import ShedCounts
     from l3_shard.storage import Database
     from l3_shard.strong import StrongCounts
+
+RACK = "rack-0"
+"""Where a node is that nobody said it of."""
 
 
 class NodeProcess:
     """One node of an instance, as its own process sees itself."""
 
-    def __init__(self, instance: str, node: str, role: Scope, config: Path | None) -> None:
+    def __init__(self, instance: str, node: str, role: Scope, config: Path | None, rack: str = RACK) -> None:
         self.settings = load_config(config)
         if self.settings.network.drop_table:
             droptable.install()
         self.instance = Instance.open(instance)
         self.node = node
         self.role = role
+        self.rack = rack
+        self.controllers = Controllers(self.instance, self.settings)
+        self.heart: Heart | None = None
+        """Once the node is announced."""
         self.incarnation = Incarnation(secrets.randbits(64) | 1)
         self.metrics = Metrics(role)
         self._started_at = time.monotonic()
         self._record: NodeRecord | None = None
         self._control: ControlServer | None = None
-        self._backend: StoreBackend | None = None
+        self._backend: RoleBackend | None = None
         self._exporter: Exporter | None = None
+        self._heart_peers: AsyncPeers | None = None
 
     @property
     def listen_at(self) -> list[str]:
         """Data-wire addresses to bind: a socket for this host, unless it is not to have one, and a port for
-        others."""
+        others; the configured one of a controller that has one."""
         network = self.settings.network
+        if self.node in self.controllers.configured:
+            return [self.controllers.configured[self.node]]
         port = str(Address(host=network.listen_host))
         return [f"unix://{self.instance.socket_path(self.node)}", port] if network.local_sockets else [port]
 
@@ -78,18 +102,24 @@ class NodeProcess:
 
     async def announce(
         self,
-        backend: StoreBackend,
+        backend: RoleBackend,
         addresses: list[str],
         region: str,
         refresh: Callable[[], None],
         *,
         transports: Sequence[str] = (),
         refused_transports: Mapping[str, str] | None = None,
+        ring: Callable[[], RingMap | None] | None = None,
+        took_ring: Callable[[RingMap], object] = lambda ring: None,
+        vitals: Callable[[], Vitals] = Vitals,
+        reports: Callable[[float], Sequence[Message]] = lambda now: (),
     ) -> None:
-        """Open the control wire and the metrics and let others know; ``refresh`` brings gauges up to date.
+        """Open the control wire and the metrics and let others know.
 
         Args:
+            refresh: brings gauges up to date.
             transports, refused_transports: a pool's, as ``RunningPool`` has them.
+            ring, took_ring, vitals, reports: for the node's heartbeats, see ``kvcomm.heart``.
         """
         from kvcomm.control import ControlServer
         from kvcomm.exporter import Exporter, in_loop
@@ -124,9 +154,48 @@ class NodeProcess:
             refused_transports=dict(refused_transports or {}),
         )
         self.instance.register(self._record)
+        self.heart = self._make_heart(self._record, ring, took_ring, vitals, reports)
+
+    async def keep_telling(self) -> None:
+        """Tell the controllers how we are, once announced and until cancelled."""
+        assert self.heart is not None, "it is announced first"
+        await self.heart.run()
+
+    def _make_heart(
+        self,
+        record: NodeRecord,
+        ring: Callable[[], RingMap | None] | None,
+        took_ring: Callable[[RingMap], object],
+        vitals: Callable[[], Vitals],
+        reports: Callable[[float], Sequence[Message]],
+    ) -> Heart:
+        from kvcomm.rpc import AsyncPeers, Identity
+
+        def address(scheme: str) -> str:
+            return next((each for each in record.addresses if each.startswith(scheme)), "")
+
+        identity = Identity(self.instance.credentials().token(NODE_TENANT), self.incarnation)
+        timeout_s = self.settings.network.connect_timeout_s
+        self._heart_peers = AsyncPeers(identity, connect_timeout_s=timeout_s)
+        return Heart(
+            Face(
+                self.node, self.role, self.rack, self.incarnation,
+                address("tcp:"), address("unix:"), record.control,
+            ),
+            self.controllers.names,
+            self.controllers.locate,
+            self._heart_peers,
+            period_s=self.settings.cluster.heartbeat_s,
+            ring=ring,
+            took_ring=took_ring,
+            vitals=vitals,
+            reports=reports,
+        )  # fmt: skip
 
     async def withdraw(self) -> None:
         """The opposite, in the opposite order.  Idempotent."""
+        if self._heart_peers is not None:
+            await self._heart_peers.close()
         if self._record is not None:
             self.instance.unregister(self._record)
             self._record = None
@@ -139,11 +208,17 @@ class NodeProcess:
             await backend.close()
 
     def ring_changed(self) -> None:
-        """Tell those who watch the ring over the control wire."""
+        """Tell those who watch the ring over the control wire, and the controllers."""
         if self._control is not None:
             self._control.ring_changed()
+        self.beat()
 
-    def status(self, store: BlockStore, epoch: int, disk: Depot | None = None) -> NodeStatus:
+    def beat(self) -> None:
+        """Something changed that the controllers should hear of at once."""
+        if self.heart is not None:
+            self.heart.beat()
+
+    def status(self, store: BlockStore | None, epoch: int, disk: Depot | None = None) -> NodeStatus:
         from kvcomm.wire.control_codec import NodeStatus
 
         return NodeStatus(
@@ -154,7 +229,7 @@ class NodeProcess:
             self.incarnation,
             epoch,
             time.monotonic() - self._started_at,
-            store.usage(),
+            None if store is None else store.usage(),
             None if disk is None else disk.usage(),
         )
 
@@ -162,15 +237,28 @@ class NodeProcess:
         self, store: BlockStore, server: DataServer, grant_counts: Mapping[str, int], epoch: int
     ) -> None:
         """Take over what the parts count, when somebody looks: the hot paths know of no metrics."""
+        self.metrics.store(store.usage())
+        for status, count in grant_counts.items():
+            self.metrics.counter("kvcomm_reservations_total", status=status).advance_to(count)
+        self.refresh_server(server, epoch)
+
+    def refresh_server(self, server: DataServer, epoch: int) -> None:
+        """The same for what every role has."""
         metrics = self.metrics
-        metrics.store(store.usage())
         metrics.gauge("kvcomm_connections").set(server.connection_count)
         metrics.gauge("kvcomm_ring_epoch").set(epoch)
         metrics.counter("kvcomm_requests_overdue_total").advance_to(server.overdue_count)
         for message, count in server.request_counts.items():
             metrics.counter("kvcomm_requests_total", message=message.__name__).advance_to(count)
-        for status, count in grant_counts.items():
-            metrics.counter("kvcomm_reservations_total", status=status).advance_to(count)
+
+    def refresh_warming(self, warming: Warming) -> None:
+        """The same for the copies of hot blocks in a pool."""
+        metrics, counts = self.metrics, warming.counts
+        metrics.gauge("kvcomm_warm_copies").set(warming.warm_count)
+        metrics.counter("kvcomm_warmed_bytes_total").advance_to(counts.stored_bytes)
+        metrics.counter("kvcomm_warm_copies_dropped_total").advance_to(counts.dropped_count)
+        for outcome, count in counts.blocks.items():
+            metrics.counter("kvcomm_warmed_blocks_total", outcome=outcome).advance_to(count)
 
     def refresh_records(self, counts: ShardCounts, repair: RepairCounts, fsync_seconds: Histogram) -> None:
         """The same for a shard's records."""
@@ -203,6 +291,15 @@ class NodeProcess:
         for result, count in refill.rounds.items():
             self.metrics.counter("kvcomm_refill_rounds_total", outcome=result).advance_to(count)
 
+    def refresh_move(self, move: ShardMove, shed: ShedCounts) -> None:
+        """The same for what the ring gave and took."""
+        metrics = self.metrics
+        metrics.counter("kvcomm_shed_blocks_total").advance_to(shed.blocks)
+        metrics.counter("kvcomm_shed_bytes_total").advance_to(shed.block_bytes)
+        metrics.gauge("kvcomm_move_records_left").set(move.records_left)
+        metrics.gauge("kvcomm_move_blocks_left").set(move.blocks_left)
+        metrics.gauge("kvcomm_move_bytes_left").set(move.bytes_left)
+
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""
         metrics = self.metrics
@@ -234,24 +331,49 @@ class NodeProcess:
             metrics.counter(name).advance_to(count)
 
 
-class StoreBackend:
-    """The control calls that a node with a block store answers; a pool keeps no ring and no records."""
+class RoleBackend:
+    """The control calls of a node that has no blocks, keeps no records and is handed no ring."""
 
-    def __init__(self, process: NodeProcess, store: BlockStore) -> None:
+    def __init__(self, process: NodeProcess) -> None:
         self._process = process
-        self._store = store
 
     async def close(self) -> None:
         """Nothing is held here; called once no call can come any more."""
 
     def status(self) -> NodeStatus:
-        return self._process.status(self._store, 0)
+        ring = self.ring()
+        return self._process.status(None, ring.epoch if ring is not None else 0)
 
     def ring(self) -> RingMap | None:
         return None
 
     async def set_ring(self, ring: RingMap) -> None:
-        raise Refused("a pool works by no ring")
+        raise Refused("this node is handed no ring; only shards are")
+
+    async def list_blocks(self, caller: Caller, after: bytes, limit: int) -> list[BlockItem]:
+        raise Refused("this node keeps no blocks; ask a pool or a shard")
+
+    async def get_block(self, caller: Caller, key: BlockKey) -> bytes | None:
+        raise Refused("this node keeps no blocks; ask a pool or a shard")
+
+    async def get_records(self, caller: Caller, keys: Sequence[bytes], timeout_s: float) -> RecordStates:
+        raise Refused("this node keeps no records; ask a shard")
+
+    async def put_records(
+        self, caller: Caller, writes: Sequence[RecordWrite], timeout_s: float
+    ) -> list[RecordVersion]:
+        raise Refused("this node keeps no records; ask a shard")
+
+
+class StoreBackend(RoleBackend):
+    """The control calls that a node with a block store answers; a pool keeps no ring and no records."""
+
+    def __init__(self, process: NodeProcess, store: BlockStore) -> None:
+        super().__init__(process)
+        self._store = store
+
+    def status(self) -> NodeStatus:
+        return self._process.status(self._store, 0)
 
     async def list_blocks(self, caller: Caller, after: bytes, limit: int) -> list[BlockItem]:
         return self._store.listing(after, limit, caller.digest)
@@ -264,14 +386,6 @@ class StoreBackend:
             return bytes(lease.copy)
         finally:
             lease.release()
-
-    async def get_records(self, caller: Caller, keys: Sequence[bytes], timeout_s: float) -> RecordStates:
-        raise Refused("a pool keeps no records; ask a shard")
-
-    async def put_records(
-        self, caller: Caller, writes: Sequence[RecordWrite], timeout_s: float
-    ) -> list[RecordVersion]:
-        raise Refused("a pool keeps no records; ask a shard")
 
 
 def log_to_stderr() -> None:

@@ -1,20 +1,27 @@
-"""``kvcomm pool`` and ``kvcomm shard``: one node of a cluster, in the foreground.  ``kvcomm up`` starts
-them."""
+"""``kvcomm pool``, ``kvcomm shard`` and ``kvcomm controller``: one node of a cluster, in the foreground.
+``kvcomm up`` starts them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcomm.cli.node import RACK
 from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
+    from controller.controller import Controller
+    from controller.hotkeys import HotOptions
+    from controller.process import ControllerSettings
     from kvcomm.cli.node import NodeProcess
+    from kvcomm.cli.warm_source import ShardSource
+    from kvcomm.instance import Instance
+    from kvcomm.wire.messages import RingMap
     from l2_rdma.owner import Owner
     from l2_rdma.pool import RunningPool
     from l2_rdma.transports.cuda.gpu import Gpu
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 InstanceName = Annotated[
     str, typer.Option("--instance", help="Cluster on this host that the node belongs to.")
 ]
+RackName = Annotated[str, typer.Option("--rack", help="Where it is: copies are spread over racks.")]
 NodeName = Annotated[str, typer.Option("--node", help="Name of the node; its placement goes by it.")]
 Lifeline = Annotated[bool, typer.Option("--lifeline", hidden=True, help="Stop when standard input closes.")]
 
@@ -32,6 +40,7 @@ def pool(
     node: NodeName,
     instance: InstanceName = "default",
     config: ConfigOption = None,
+    rack: RackName = RACK,
     lifeline: Lifeline = False,
 ) -> None:
     """Run this host's pool: a region of shared memory that agents read one-sided."""
@@ -39,7 +48,7 @@ def pool(
     from kvcomm.serve import run
 
     log_to_stderr()
-    run(_pool(NodeProcess(instance, node, "pool", config), lifeline))
+    run(_pool(NodeProcess(instance, node, "pool", config, rack), lifeline))
 
 
 async def _pool(process: NodeProcess, lifeline: bool) -> None:
@@ -51,10 +60,12 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
     cache, network = process.settings.cache, process.settings.network
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
+    source = _shard_source(process)
 
     def ready(running: RunningPool) -> None:
         def refresh() -> None:
             process.refresh(running.store, running.server, running.grant_counts, 0)
+            process.refresh_warming(running.warming)
 
         backend = StoreBackend(process, running.store)
         work = process.announce(
@@ -65,7 +76,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             transports=running.transports,
             refused_transports=running.refused_transports,
         )
-        announcing.append(asyncio.create_task(_or_stop(work, stop)))
+        announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
     try:
         await run_pool(
@@ -85,11 +96,42 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             ),
             stop=stop,
             ready=ready,
+            source=source,
         )
     finally:
+        await source.close()
         await _end(announcing)
         await process.withdraw()
     _check(announcing)
+
+
+def _shard_source(process: NodeProcess) -> ShardSource:
+    """Where the pool gets the blocks that it is told to have: as its own tenant, so only that one's."""
+    from kvcomm.cli.warm_source import ShardSource
+    from kvcomm.rpc import Identity
+
+    settings = process.settings
+    token = process.instance.credentials().token(settings.security.tenant)
+    return ShardSource(
+        lambda: process.heart.newest if process.heart is not None else None,
+        Identity(token, process.incarnation),
+        dial=lambda shard: shard.local_address or shard.address,
+        timeout_s=settings.network.request_timeout_s,
+        connect_timeout_s=settings.network.connect_timeout_s,
+    )
+
+
+def _hot_options(process: NodeProcess) -> HotOptions:
+    """When a controller calls a key hot."""
+    from controller.hotkeys import HotOptions
+
+    cluster = process.settings.cluster
+    return HotOptions(
+        block_enter_s=cluster.hot_block_rate,
+        record_enter_s=cluster.hot_record_rate,
+        window_s=cluster.heartbeat_s,
+        warm_rate_bytes=cluster.warm_rate_bytes,
+    )
 
 
 def _gpu(ordinal: int | None) -> Gpu | None:
@@ -105,6 +147,7 @@ def shard(
     node: NodeName,
     instance: InstanceName = "default",
     config: ConfigOption = None,
+    rack: RackName = RACK,
     lifeline: Lifeline = False,
 ) -> None:
     """Run a shard: blocks by consistent hashing, records replicated and on disk."""
@@ -112,7 +155,7 @@ def shard(
     from kvcomm.serve import run
 
     log_to_stderr()
-    run(_shard(NodeProcess(instance, node, "shard", config), lifeline))
+    run(_shard(NodeProcess(instance, node, "shard", config, rack), lifeline))
 
 
 async def _shard(process: NodeProcess, lifeline: bool) -> None:
@@ -136,13 +179,23 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.refresh_strong(running.strong_counts())
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
+                process.refresh_move(running.move_status(), running.shed_counts())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
                 process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
                 process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
 
             backend = ShardBackend(process, store, running, disk)
-            work = process.announce(backend, running.addresses, "", refresh)
-            announcing.append(asyncio.create_task(_or_stop(work, stop)))
+            running.on_ring(process.ring_changed)
+            work = process.announce(
+                backend,
+                running.addresses,
+                "",
+                refresh,
+                ring=backend.ring,
+                took_ring=running.adopt,
+                reports=running.marking.reports,
+            )
+            announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
         try:
             await run_shard(
@@ -164,6 +217,97 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
             await _end(announcing)
             await process.withdraw()
     _check(announcing)
+
+
+def controller(
+    node: NodeName,
+    instance: InstanceName = "default",
+    config: ConfigOption = None,
+    rack: RackName = RACK,
+    lifeline: Lifeline = False,
+) -> None:
+    """Run a controller: it watches the nodes, and the one that leads issues the ring's maps."""
+    from kvcomm.cli.node import NodeProcess, log_to_stderr
+    from kvcomm.serve import run
+
+    log_to_stderr()
+    run(_controller(NodeProcess(instance, node, "controller", config, rack), lifeline))
+
+
+async def _controller(process: NodeProcess, lifeline: bool) -> None:
+    from controller.process import RunningController, run_controller
+    from kvcomm.cli.gateway import ControllerBackend
+    from kvcomm.cli.signals import stop_event
+
+    stop = stop_event(lifeline)
+    announcing: list[asyncio.Task[None]] = []
+
+    def ready(running: RunningController) -> None:
+        def refresh() -> None:
+            process.refresh_server(running.server, running.machine.epoch)
+            process.metrics.gauge("kvcomm_controller_term").set(running.term)
+            process.metrics.gauge("kvcomm_controller_votes").set(running.metadata.counts().votes)
+            hot = running.shell.hot.hot
+            process.metrics.gauge("kvcomm_hot_keys", plane="block").set(len(hot.blocks.keys))
+            process.metrics.gauge("kvcomm_hot_keys", plane="record").set(len(hot.records.keys))
+
+        backend = ControllerBackend(process, running)
+        work = process.announce(backend, running.addresses, "", refresh, ring=backend.ring)
+        announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
+
+    try:
+        await run_controller(
+            _machine(process),
+            _controller_settings(process),
+            instance=process.instance.name,
+            incarnation=process.incarnation,
+            credentials=process.instance.credentials(),
+            addresses=process.listen_at,
+            stop=stop,
+            ready=ready,
+        )
+    finally:
+        await _end(announcing)
+        await process.withdraw()
+    _check(announcing)
+
+
+def _machine(process: NodeProcess) -> Controller:
+    from controller.controller import Controller, ControllerOptions
+    from controller.placement import RingRules
+    from kvcomm.cli.launching import plan_of
+
+    cluster = process.settings.cluster
+    rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
+    initial = [each for each in plan_of(process.settings) if each.role != "controller"]
+    return Controller(process.node, rules, initial, ControllerOptions(heartbeat_s=cluster.heartbeat_s))
+
+
+def _controller_settings(process: NodeProcess) -> ControllerSettings:
+    from controller.process import ControllerSettings
+
+    settings, controllers = process.settings, process.controllers
+    near = not controllers.configured
+    return ControllerSettings(
+        controllers.names,
+        process.storage_directory,
+        controllers.locate,
+        dial=lambda beat: (near and beat.local_address) or beat.address,
+        publish=lambda ring: _publish(process.instance, ring),
+        hot=_hot_options(process),
+        lease_s=settings.cluster.lease_s,
+        request_timeout_s=settings.network.request_timeout_s,
+        connect_timeout_s=settings.network.connect_timeout_s,
+    )
+
+
+def _publish(instance: Instance, ring: RingMap) -> None:
+    """For processes of this host that start later; a newer one that is there already stays."""
+    from kvcomm.errors import Conflict
+    from kvcomm.instance import InstanceMissing
+
+    with suppress(Conflict, InstanceMissing):
+        instance.write_ring(ring)
 
 
 def _shard_options(process: NodeProcess) -> ShardOptions:
@@ -192,7 +336,10 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
-            cluster.block_refill_rate_bytes, cluster.repair_interval_s, settings.network.request_timeout_s
+            cluster.move_rate_bytes,
+            cluster.repair_interval_s,
+            settings.network.request_timeout_s,
+            cluster.move_blocks_limit_s,
         ),
         validators=Validators(settings.records.validators),
     )
@@ -224,6 +371,11 @@ async def _shard_stores(process: NodeProcess) -> AsyncIterator[tuple[Owner, Bloc
             clock=time.monotonic,
         ) as disk:
             yield store, disk
+
+
+async def _live(process: NodeProcess, announcement: Awaitable[None]) -> None:
+    await announcement
+    await process.keep_telling()
 
 
 async def _or_stop(work: Awaitable[None], stop: asyncio.Event) -> None:

@@ -16,6 +16,7 @@ from kvcomm.cli.sizes import size_text
 
 if TYPE_CHECKING:
     from kvcomm.instance import Instance, Survey
+    from kvcomm.wire.messages import ClusterView
 
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
@@ -63,7 +64,34 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
         except KVCommError as error:
             row["error"] = error.message
         rows.append(row)
-    return sorted([*rows, *_missing(instance.name, survey)], key=lambda row: row["node"])
+    from kvcomm.cli.asking import cluster_view
+
+    view = cluster_view(instance, survey.nodes)
+    rows += [*_missing(instance.name, survey), *_unregistered(instance.name, view)]
+    for row in rows:
+        row["leads"] = view is not None and row["node"] == view.leader
+    return sorted(rows, key=lambda row: row["node"])
+
+
+def _unregistered(instance: str, view: ClusterView | None) -> Iterator[dict[str, Any]]:
+    """Launchers: they serve nothing, so only the controllers know of them."""
+    for node in view.nodes if view is not None else ():
+        if node.role == "launcher":
+            yield {
+                "instance": instance,
+                "node": node.node,
+                "role": node.role,
+                "pid": None,
+                "addresses": [],
+                "metrics": "",
+                "transports": [],
+                "refused_transports": {},
+                "error": "" if node.state == "alive" else "not heard",
+                "epoch": node.epoch,
+                "uptime_s": None,
+                "usage": None,
+                "disk": None,
+            }
 
 
 def _missing(instance: str, survey: Survey) -> Iterator[dict[str, Any]]:
@@ -120,6 +148,8 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """What has no column: errors, disks, and how a pool's memory is reached."""
     for row in rows:
         node = row["node"]
+        if row.get("leads"):
+            yield f"{node} leads"
         if row["error"] and row["pid"] is not None:
             yield f"{node} does not answer: {row['error']}"
         if row.get("disk"):
@@ -133,7 +163,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
         return ["-", "down" if row["pid"] is None else "silent"]
-    cells = [str(row["epoch"] or "-"), f"{row['uptime_s']:.0f} s"]
+    cells = [str(row["epoch"] or "-"), "-" if row["uptime_s"] is None else f"{row['uptime_s']:.0f} s"]
     if usage := row["usage"]:
         sizes = (usage["used_bytes"], usage["capacity_bytes"], usage["pinned_bytes"])
         used, size, pinned = map(size_text, sizes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +17,10 @@ from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
     from controller.launcher import LocalLauncher
-    from controller.server import Registration, SupervisorServer
-    from controller.supervisor import NodeSpec
     from kvcomm.config import ClusterConfig, Config
     from kvcomm.instance import Instance
     from kvcomm.machine import Event
-    from kvcomm.wire.messages import RingMap
+    from kvcomm.wire.messages import NodePlan, RingMap
 
 
 EMBEDDED_CONFIG = "cache: {l2_size: 5%, l3_size: 2%}\n"
@@ -39,7 +36,7 @@ def up(
         bool, typer.Option("--lifeline", hidden=True, help="Stop when standard input closes; leave no trace.")
     ] = False,
 ) -> None:
-    """Run pools and shards until Ctrl-C; restart those that die.
+    """Run controllers, pools and shards until Ctrl-C; restart those that die.
 
     A named cluster keeps its directory, and with it its records, for the next time.
     """
@@ -67,24 +64,19 @@ def up(
 
 
 def check_placement(before: RingMap | None, cluster: ClusterConfig) -> None:
-    """Records do not move between shards yet: under another placement some would seem to be lost.
+    """How many replicas a record has is not changed by a controller.
 
     Raises:
-        ConfigError: the instance's records were placed by other numbers.
+        ConfigError: the instance's records were placed with another number.
     """
     from kvcomm.errors import ConfigError
 
-    if before is None:
-        return
-    for key, then, now in (
-        ("shards", len(before.shards), cluster.shards),
-        ("replicas", before.replicas, cluster.replicas),
-    ):
-        if then != now:
-            raise ConfigError(
-                f"cluster.{key} is {now}, but this instance's records were placed with {then}, and moving "
-                f"them is not in this version: set cluster.{key}: {then}, or choose another --instance"
-            )
+    if before is not None and before.replicas != cluster.replicas:
+        raise ConfigError(
+            f"cluster.replicas is {cluster.replicas}, but this instance's records were placed with "
+            f"{before.replicas}, and changing that is not in this version: set cluster.replicas: "
+            f"{before.replicas}, or choose another --instance"
+        )
 
 
 def _write_config(cluster: Instance, config: Path | None, lifeline: bool) -> Path:
@@ -123,76 +115,26 @@ def _reclaim() -> None:
 
 
 async def _run(cluster: Instance, settings: Config, config: Path, lifeline: bool) -> None:
+    from kvcomm.cli.launching import Launching
     from kvcomm.cli.signals import stop_event
 
     stop = stop_event(lifeline)
-    server = _supervisor(cluster, settings, config)
-    server.on_ready = lambda: _say_ready(cluster, settings, lifeline)
-    await server.run(stop)
-
-
-def _supervisor(cluster: Instance, settings: Config, config: Path) -> SupervisorServer:
-    from controller.launcher import LocalLauncher
-    from controller.server import SupervisorServer
-    from controller.supervisor import RingRules, Supervisor
-
-    counts = settings.cluster
-    rules = RingRules(counts.replicas, counts.write_quorum, counts.read_quorum, counts.block_copies)
-    before = cluster.ring()
     logs = cluster.directory / "logs"
     logs.mkdir(mode=0o700, exist_ok=True)
-    launcher = LocalLauncher(lambda spec: _command(cluster, spec, config), logs)
-    return SupervisorServer(
-        Supervisor(_specs(settings), rules, before.epoch if before else 0),
-        launcher,
-        registered=lambda node, pid: _registered(cluster, node, pid),
-        write_ring=cluster.write_ring,
-        hand_ring=_hand_ring(cluster),
-        on_event=lambda event: _say_exit(event, launcher),
+    launching = Launching(
+        cluster,
+        settings,
+        lambda plan: _command(cluster, plan, config),
+        logs,
+        on_ready=lambda: _say_ready(cluster, settings, lifeline),
+        on_event=_say_exit,
     )
+    await launching.run(stop)
 
 
-def _specs(settings: Config) -> list[NodeSpec]:
-    from controller.supervisor import NodeSpec
-
-    pools = [NodeSpec(f"pool-{index}", "pool", "rack-0") for index in range(settings.cluster.pools)]
-    shards = [NodeSpec(f"shard-{index}", "shard", "rack-0") for index in range(settings.cluster.shards)]
-    return pools + shards
-
-
-def _command(cluster: Instance, spec: NodeSpec, config: Path) -> list[str]:
-    command = [sys.executable, "-m", "kvcomm.cli", spec.role, "--instance", cluster.name, "--node", spec.node]
-    return [*command, "--config", str(config), "--lifeline"]
-
-
-def _registered(cluster: Instance, node: str, pid: int) -> Registration | None:
-    from controller.server import Registration
-
-    for record in cluster.nodes():
-        if (record.node, record.pid) == (node, pid):
-            local = next((each for each in record.addresses if each.startswith("unix:")), "")
-            remote = next((each for each in record.addresses if each.startswith("tcp:")), "")
-            return Registration(remote, local, record.control)
-    return None
-
-
-def _hand_ring(cluster: Instance) -> Callable[[str, RingMap], Awaitable[bool]]:
-    """Gives a shard its map over the control wire; the call blocks a worker thread, not the loop."""
-    from kvcomm.control import ControlClient
-    from kvcomm.credentials import NODE_TENANT
-    from kvcomm.errors import KVCommError
-
-    token = cluster.credentials().token(NODE_TENANT)
-
-    def hand(control: str, ring: RingMap) -> bool:
-        try:
-            with ControlClient(control, token) as client:
-                return client.set_ring(ring, timeout_s=2.0) >= ring.epoch
-        except KVCommError as error:
-            sys.stderr.write(f"kvcomm: {control} did not take ring epoch {ring.epoch}: {error.message}\n")
-            return False
-
-    return lambda control, ring: asyncio.to_thread(hand, control, ring)
+def _command(cluster: Instance, plan: NodePlan, config: Path) -> list[str]:
+    command = [sys.executable, "-m", "kvcomm.cli", plan.role, "--instance", cluster.name, "--node", plan.node]
+    return [*command, "--rack", plan.rack, "--config", str(config), "--lifeline"]
 
 
 def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:

@@ -32,6 +32,9 @@ WORKERS = 32
 """So many ``Work`` steps of one client block at once; threads of our own, so that neither the application's
 work nor another client's takes them."""
 
+BURY_EVERY_S = 0.5
+"""How often a connection that is used no more is looked at, until nobody waits for it."""
+
 T = TypeVar("T")
 
 
@@ -81,6 +84,7 @@ class AsyncPeers:
         self.connect_timeout_s = connect_timeout_s
         self.clock = clock
         self._links: dict[str, _Link] = {}
+        self._retired: set[_Link] = set()
         self._workers = ThreadPoolExecutor(WORKERS, "kvcomm-work")
         self._closed = False
 
@@ -101,7 +105,7 @@ class AsyncPeers:
     async def close(self) -> None:
         """Close every connection; what is outstanding is answered with a failure."""
         self._closed = True
-        for link in list(self._links.values()):
+        for link in [*self._links.values(), *self._retired]:
             link.end(ConnectionAbortedError("this client is closed"))
         self._workers.shutdown(wait=False)
 
@@ -144,11 +148,30 @@ class AsyncPeers:
 
     def give_up(self, request: Request, reason: str) -> None:
         """Nobody waits for it any more; its destination is not written to from now on."""
-        if request.exchange.answer is None:
-            self._links[request.exchange.ask.address].session.give_up(request.exchange, reason, self.clock())
+        session = request.exchange.session
+        if request.exchange.answer is None and session is not None:
+            session.give_up(request.exchange, reason, self.clock())
 
     def _expire(self, request: Request) -> None:
+        exchange = request.exchange
         self.give_up(request, "no answer in time")
+        link = self._links.get(exchange.ask.address)
+        if link is not None and link.session.silent_since(exchange):
+            self._retire(link)
+
+    def _retire(self, link: _Link) -> None:
+        """Send nothing more over a connection that has been silent for a whole request's time: what it
+        carries may be lost, and TCP tries again less and less often, up to half a minute after the network is
+        back.  A new connection asks at once.  Who is still waiting for an answer here may get it."""
+        del self._links[link.address]
+        self._retired.add(link)
+        self._bury(link)
+
+    def _bury(self, link: _Link) -> None:
+        if not link.session.awaited:
+            link.end(ConnectionAbortedError("it was silent for too long"))
+        elif not link.ended:
+            asyncio.get_running_loop().call_later(BURY_EVERY_S, self._bury, link)
 
     def _enter(self, exchange: Exchange) -> _Link:
         address = exchange.ask.address
@@ -163,6 +186,7 @@ class AsyncPeers:
     def _lost(self, link: _Link, error: Exception) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
+        self._retired.discard(link)
         now = self.clock()
         again: _Link | None = None
         for exchange in link.session.lost():
@@ -315,6 +339,10 @@ class _Link:
             self._loop.call_soon(self._connect, target)
         else:
             self._resolving = self._loop.create_task(self._resolve(target))
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
 
     @property
     def peer(self) -> Peer:

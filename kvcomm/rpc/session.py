@@ -79,6 +79,8 @@ class Exchange:
     number: int = 0
     queued_at: float = 0.0
     parcel: Parcel | None = None
+    session: Session | None = None
+    """Of the connection that it was handed to last."""
 
     def finish(self, answer: Answer) -> None:
         if self.answer is not None:
@@ -120,6 +122,8 @@ class Session:
         self.welcome: Welcome | None = None
         self.refusal: Failure | None = None
         """What the server said instead of ``Welcome``."""
+        self.heard_at = -inf
+        """When bytes came last."""
         self._held: deque[Exchange] = deque()
         self._pending: dict[int, Exchange] = {}
         self._last_number = _HELLO_NUMBER
@@ -132,9 +136,19 @@ class Session:
         """Whether anything is outstanding: such a connection cannot be handed to another operation."""
         return bool(self._pending or self._held or self.outbox or self.welcome is None)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody still waits for an answer."""
+        return any(exchange.answer is None for exchange in (*self._pending.values(), *self._held))
+
+    def silent_since(self, exchange: Exchange) -> bool:
+        """Whether nothing at all has come since ``exchange``, one of this session's, was queued."""
+        return exchange.session is self and exchange.queued_at > 0.0 and self.heard_at < exchange.queued_at
+
     def start(self, exchange: Exchange, now: float) -> None:
         """Take a request on.  One that is over the wire's bounds fails at once."""
-        exchange.sent, exchange.parcel = False, None
+        exchange.sent, exchange.parcel, exchange.session = False, None, self
+        exchange.queued_at = 0.0
         if self._held or not self._open:
             self._held.append(exchange)
         else:
@@ -153,6 +167,7 @@ class Session:
         Raises:
             Corrupt, TooLarge: not our protocol; the connection must be dropped.
         """
+        self.heard_at = now
         for frame in self.reader.advance(received_bytes):
             exchange = self._pending.pop(frame.request, None)
             if exchange is not None:

@@ -353,6 +353,9 @@ class RecordFetch(Message, frozen=True):
 
     epoch: int
     keys: Many[bytes]
+    compares: bool = False
+    """Not for a reader: the answer is ``degraded`` only where the shard's own disk has lost something, not
+    where it has yet to be given records that are being moved to it."""
 
 
 class RecordForget(Message, frozen=True):
@@ -378,6 +381,8 @@ class TreeGet(Message, frozen=True):
 class TreeDigests(Message, frozen=True):
     digests: Many[int]
     """``FAN_OUT`` a node asked for, one after the other."""
+    degraded: bool = False
+    """The answering shard has a new store, and may lack what it has acknowledged."""
 
 
 class LeafGet(Message, frozen=True):

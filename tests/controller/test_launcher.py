@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from controller.launcher import LAST_WORDS_BYTES_MAX, LocalLauncher
-from controller.supervisor import NodeSpec
+from kvcomm.wire.messages import NodePlan
 
 pytestmark = pytest.mark.processes
 
-SPEC = NodeSpec("pool-0", "pool", "r0")
+PLAN = NodePlan("pool-0", "pool", "r0")
 
 
 def test_last_words_are_those_of_the_newest_process_only(tmp_path: Path) -> None:
@@ -24,10 +24,10 @@ def test_last_words_are_those_of_the_newest_process_only(tmp_path: Path) -> None
     async def story() -> None:
         for _ in range(3):
             ended: asyncio.Queue[int] = asyncio.Queue()
-            await launcher.start(SPEC, partial(_exited, ended))
+            await launcher.start(PLAN, partial(_exited, ended))
             told.append((await asyncio.wait_for(ended.get(), 30), launcher.last_words("pool-0")))
 
-    launcher = LocalLauncher(lambda spec: [sys.executable, "-c", programs.pop(0)], tmp_path)
+    launcher = LocalLauncher(lambda plan: [sys.executable, "-c", programs.pop(0)], tmp_path)
     asyncio.run(story())
     assert told[0] == (0, "an old story")
     assert told[1][0] == 1
@@ -39,5 +39,31 @@ def test_last_words_are_those_of_the_newest_process_only(tmp_path: Path) -> None
 
 
 def _exited(ended: asyncio.Queue[int], node: str, code: int) -> None:
-    assert node == SPEC.node
+    assert node == PLAN.node
     ended.put_nowait(code)
+
+
+def test_a_node_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
+    polite = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(1, flush=True)"
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    programs = [f"{polite}; time.sleep(60)", f"{stubborn}; time.sleep(60)"]
+    codes: list[int] = []
+
+    async def life(kill: bool) -> None:
+        ended: asyncio.Queue[int] = asyncio.Queue()
+        await launcher.start(PLAN, partial(_exited, ended))
+        while not launcher.last_words("pool-0"):
+            await asyncio.sleep(0.01)
+        launcher.terminate("pool-0")
+        if kill:
+            launcher.kill("pool-0")
+        codes.append(await asyncio.wait_for(ended.get(), 30))
+
+    async def story() -> None:
+        launcher.terminate("pool-0")  # there is none yet
+        await life(kill=False)
+        await life(kill=True)
+
+    launcher = LocalLauncher(lambda plan: [sys.executable, "-c", programs.pop(0)], tmp_path)
+    asyncio.run(story())
+    assert codes == [7, -9]

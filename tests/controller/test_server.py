@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from controller import supervisor as machine
-from controller.server import Registration, StartFailed, SupervisorServer
-from controller.supervisor import STARTS_MAX, NodeExited, NodeSpec, RingRules, Supervisor
+from controller.server import StartFailed, SupervisorServer
+from controller.supervisor import STARTS_MAX, NodeExited, Supervisor
 from kvcomm.machine import Event
-from kvcomm.wire.messages import RingMap
+from kvcomm.wire.messages import NodePlan
 
-SPECS = [NodeSpec("pool-0", "pool", "r0"), NodeSpec("shard-0", "shard", "r0")]
-RULES = RingRules(replicas=1, write_quorum=1, read_quorum=1, block_copies=1)
+PLAN = [NodePlan("pool-0", "pool", "r0"), NodePlan("shard-0", "shard", "r0")]
 PATIENCE_S = 10.0
 
 
@@ -27,24 +26,29 @@ class FakeLauncher:
     dying: dict[str, int] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     started: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     stopped: bool = False
     starting: asyncio.Event | None = None
     """Starts hang until they are cancelled, and this is set when one does."""
     exits: dict[str, Callable[[str, int], None]] = field(default_factory=dict)
 
-    async def start(self, spec: NodeSpec, exited: Callable[[str, int], None]) -> int:
+    async def start(self, plan: NodePlan, exited: Callable[[str, int], None]) -> int:
         assert not self.stopped, "a process was started after the end"
-        self.started.append(spec.node)
+        self.started.append(plan.node)
         if self.starting is not None:
             self.starting.set()
             await asyncio.get_running_loop().create_future()
-        if spec.node in self.missing:
+        if plan.node in self.missing:
             raise FileNotFoundError(2, "No such file or directory", "python")
-        self.exits[spec.node] = exited
-        if spec.node in self.dying:
-            asyncio.get_running_loop().call_soon(exited, spec.node, self.dying[spec.node])
+        self.exits[plan.node] = exited
+        if plan.node in self.dying:
+            asyncio.get_running_loop().call_soon(exited, plan.node, self.dying[plan.node])
         return len(self.started)
+
+    def terminate(self, node: str) -> None:
+        self.asked.append(node)
+        self.exits[node](node, 0)
 
     def kill(self, node: str) -> None:
         self.killed.append(node)
@@ -63,32 +67,29 @@ class World:
     def __init__(self, launcher: FakeLauncher) -> None:
         self.launcher = launcher
         self.silent: set[str] = set()
-        self.rings: list[RingMap] = []
-        self.handed: list[tuple[str, int]] = []
-        self.refusals = 0
+        self.looks = 0
+        """How often it was asked whether the cluster serves."""
+        self.serves_after = 0
         self.events: list[Event] = []
         self.stop = asyncio.Event()
         self.changed = asyncio.Event()
         self.ready = asyncio.Event()
         self.server = SupervisorServer(
-            Supervisor(SPECS, RULES),
+            Supervisor(PLAN),
             launcher,
             registered=self._registered,
-            write_ring=self.rings.append,
-            hand_ring=self._hand,
+            serves=self._serves,
             on_ready=self.ready.set,
             on_event=self._event,
         )
 
-    def _registered(self, node: str, pid: int) -> Registration | None:
-        if node in self.silent or node in self.launcher.dying:
-            return None
-        return Registration(f"tcp://127.0.0.1:{pid}", f"unix:///{node}", f"{node}:{pid}")
+    def _registered(self, node: str, pid: int) -> bool:
+        return node not in self.silent and node not in self.launcher.dying
 
-    async def _hand(self, control: str, ring: RingMap) -> bool:
-        self.handed.append((control, ring.epoch))
-        self.refusals -= 1
-        return self.refusals < 0
+    async def _serves(self, plan: Sequence[NodePlan]) -> bool:
+        assert list(plan) == list(self.server.supervisor.plan)
+        self.looks += 1
+        return self.looks > self.serves_after
 
     def _event(self, event: Event) -> None:
         self.events.append(event)
@@ -111,19 +112,17 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "BACKOFF_MAX_S", 0.01)
-    monkeypatch.setattr(machine, "RETRY_S", 0.01)
 
 
-def test_a_cluster_is_started_told_its_ring_and_stopped() -> None:
+def test_a_cluster_is_started_looked_at_until_it_serves_and_stopped() -> None:
     async def story() -> None:
         world = World(FakeLauncher())
-        world.refusals = 2
+        world.serves_after = 2
         running = asyncio.create_task(world.server.run(world.stop))
         await world.ready.wait()
         assert sorted(world.launcher.started) == ["pool-0", "shard-0"]
-        assert [ring.epoch for ring in world.rings] == [1]
-        assert [epoch for _, epoch in world.handed] == [1, 1, 1], "until the shard has taken it"
-        assert all(control.startswith("shard-0") for control, _ in world.handed)
+        assert world.looks == 3
+        assert world.server.supervisor.served
         world.stop.set()
         await running
         assert world.launcher.stopped
@@ -131,15 +130,52 @@ def test_a_cluster_is_started_told_its_ring_and_stopped() -> None:
     run(story())
 
 
-def test_a_node_that_ends_is_started_again_under_a_new_epoch() -> None:
+def test_nobody_looks_whether_it_serves_before_all_nodes_are_up() -> None:
+    async def story() -> None:
+        world = World(FakeLauncher())
+        world.silent.add("shard-0")
+        running = asyncio.create_task(world.server.run(world.stop))
+        await world.until(lambda: len(world.events) > 1)  # the pool is up
+        assert world.looks == 0
+        world.silent.clear()
+        await world.ready.wait()
+        world.stop.set()
+        await running
+
+    run(story())
+
+
+def test_a_plan_is_followed() -> None:
+    async def story() -> None:
+        world = World(FakeLauncher())
+        running = asyncio.create_task(world.server.run(world.stop))
+        await world.ready.wait()
+        more = NodePlan("shard-1", "shard", "r0")
+        world.server.follow([*PLAN, more])
+        await world.until(lambda: world.server.supervisor.all_up)
+        assert world.launcher.started.count("shard-1") == 1
+        seen = len(world.events)
+        world.server.follow([*PLAN, more])
+        assert len(world.events) == seen, "nothing new"
+        world.server.follow(PLAN)
+        assert world.launcher.asked == ["shard-1"]
+        assert world.server.supervisor.running == ["pool-0", "shard-0"]
+        world.stop.set()
+        await running
+
+    run(story())
+
+
+def test_a_node_that_ends_is_started_again_however_often() -> None:
     async def story() -> None:
         world = World(FakeLauncher())
         running = asyncio.create_task(world.server.run(world.stop))
         await world.ready.wait()
         for lives in range(1, STARTS_MAX + 3):
             world.launcher.exits["shard-0"]("shard-0", 1)
-            await world.until(lambda: len(world.rings) == lives + 1)  # noqa: B023 - awaited in this turn
-        assert not running.done(), "a cluster that was ready is never given up"
+            await world.until(lambda: world.launcher.started.count("shard-0") == lives + 1)  # noqa: B023
+            await world.until(lambda: world.server.supervisor.all_up)
+        assert not running.done(), "a cluster that has served is never given up"
         world.stop.set()
         await running
 
@@ -186,19 +222,16 @@ def test_a_node_that_does_not_register_is_killed(monkeypatch: pytest.MonkeyPatch
     run(story())
 
 
-def test_a_ring_that_cannot_be_written_down_ends_the_supervisor_with_the_reason() -> None:
-    """Also where it happens in the launcher's callback, whose exceptions nobody awaits."""
-
+def test_what_breaks_beside_it_ends_the_supervisor_with_the_reason() -> None:
     async def story() -> None:
         world = World(FakeLauncher())
         running = asyncio.create_task(world.server.run(world.stop))
         await world.ready.wait()
 
-        def full(ring: RingMap) -> None:
+        async def broken() -> None:
             raise OSError(28, "No space left on device")
 
-        world.server.write_ring = full
-        world.launcher.exits["shard-0"]("shard-0", 1)
+        asyncio.create_task(broken()).add_done_callback(world.server.watch)
         with pytest.raises(OSError, match="No space"):
             await running
         assert world.launcher.stopped

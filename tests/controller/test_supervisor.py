@@ -11,146 +11,158 @@ from controller.supervisor import (
     HEALTHY_AFTER_S,
     START_TIMEOUT_S,
     STARTS_MAX,
+    STOP_GRACE_S,
+    ClusterServes,
     GiveUp,
-    HandRing,
-    IssueRing,
     KillNode,
     NodeExited,
-    NodeSpec,
     NodeUp,
-    RingRules,
-    RingTaken,
+    PlanChanged,
     StartNode,
+    StopNode,
     Supervisor,
 )
-from kvcomm.machine import Effect, Tick
+from kvcomm.machine import Effect, Event, Tick
+from kvcomm.wire.messages import NodePlan
 
-RULES = RingRules(replicas=2, write_quorum=2, read_quorum=1, block_copies=1)
-SPECS = [
-    NodeSpec("pool-0", "pool", "r0"),
-    NodeSpec("shard-0", "shard", "r0"),
-    NodeSpec("shard-1", "shard", "r1"),
+PLAN = [
+    NodePlan("controller-0", "controller", "r0"),
+    NodePlan("pool-0", "pool", "r0"),
+    NodePlan("shard-0", "shard", "r0"),
+    NodePlan("shard-1", "shard", "r1"),
 ]
+MORE = NodePlan("shard-2", "shard", "r0")
 
 
-def up(node: str, port: int = 1) -> NodeUp:
-    return NodeUp(node, f"tcp://127.0.0.1:{port}", f"unix:///{node}", f"127.0.0.1:{port + 1}")
-
-
-def started(last_epoch: int = 0) -> Supervisor:
-    supervisor = Supervisor(SPECS, RULES, last_epoch)
-    assert supervisor.handle(Tick(), 0.0) == [StartNode(spec) for spec in SPECS]
+def started() -> Supervisor:
+    supervisor = Supervisor(PLAN)
+    assert supervisor.handle(Tick(), 0.0) == [StartNode(each) for each in PLAN], "controllers first"
     return supervisor
 
 
-def test_first_epoch_waits_for_every_node_and_goes_to_every_shard() -> None:
+def all_up(now: float = 1.0) -> Supervisor:
     supervisor = started()
-    assert supervisor.handle(up("pool-0"), 1.0) == []
-    assert supervisor.handle(up("shard-0"), 1.0) == []
-    effects = supervisor.handle(up("shard-1"), 1.0)
-    ring = supervisor.ring
-    assert ring is not None and ring.epoch == 1
-    assert effects == [
-        IssueRing(ring),
-        HandRing("shard-0", "127.0.0.1:2", ring),
-        HandRing("shard-1", "127.0.0.1:2", ring),
-    ]
-    assert not supervisor.ready
-    assert supervisor.handle(RingTaken("shard-0", 1, True), 1.1) == []
-    assert supervisor.handle(RingTaken("shard-1", 1, True), 1.1) == []
-    assert supervisor.ready
+    for each in PLAN:
+        assert not supervisor.all_up
+        assert supervisor.handle(NodeUp(each.node), now) == []
+    assert supervisor.all_up
+    return supervisor
 
 
-def test_epochs_go_on_from_the_last_one_ever_issued() -> None:
-    supervisor = started(last_epoch=41)
-    for spec in SPECS:
-        supervisor.handle(up(spec.node), 1.0)
-    assert supervisor.ring is not None and supervisor.ring.epoch == 42
-
-
-def test_restart_after_backoff_makes_an_epoch_with_the_same_placement() -> None:
-    supervisor = started()
-    for spec in SPECS:
-        supervisor.handle(up(spec.node), 1.0)
-    for node in ("shard-0", "shard-1"):
-        supervisor.handle(RingTaken(node, 1, True), 1.0)
+def test_a_node_that_ends_is_started_again_after_a_while() -> None:
+    supervisor = all_up()
     assert supervisor.handle(NodeExited("shard-1", -9), 2.0) == []
+    assert not supervisor.all_up
+    assert supervisor.running == ["controller-0", "pool-0", "shard-0"]
     assert supervisor.deadline() == pytest.approx(2.0 + BACKOFF_FIRST_S)
-    assert supervisor.handle(Tick(), 2.0 + BACKOFF_FIRST_S) == [StartNode(SPECS[2])]
-    effects = supervisor.handle(up("shard-1", port=9), 3.0)
-    assert isinstance(effects[0], IssueRing) and effects[0].ring.epoch == 2
-    assert [effect.node for effect in effects[1:] if isinstance(effect, HandRing)] == ["shard-0", "shard-1"]
-    assert [node.node for node in effects[0].ring.shards] == ["shard-0", "shard-1"]
+    assert supervisor.handle(Tick(), 2.0 + BACKOFF_FIRST_S) == [StartNode(PLAN[3])]
+    supervisor.handle(NodeUp("shard-1"), 3.0)
+    assert supervisor.all_up
+    assert [node.restarts for node in supervisor.report()] == [0, 0, 0, 1]
 
 
-def test_a_node_that_comes_back_at_the_same_address_hears_the_old_epoch() -> None:
+def test_each_early_end_makes_the_next_start_wait_longer_and_a_long_life_none() -> None:
+    supervisor = all_up()
+    supervisor.handle(ClusterServes(), 1.0)
+    now, waits = 2.0, []
+    for life_s in (0.1, 0.1, 0.1, HEALTHY_AFTER_S):
+        supervisor.handle(NodeExited("shard-1", 1), now)
+        due = supervisor.deadline()
+        assert due is not None
+        waits.append(round(due - now, 6))
+        supervisor.handle(Tick(), due)
+        supervisor.handle(NodeUp("shard-1"), due)
+        now = due + life_s
+    supervisor.handle(NodeExited("shard-1", 1), now)
+    assert waits == [BACKOFF_FIRST_S * 2**count for count in range(4)]
+    assert supervisor.deadline() == pytest.approx(now + BACKOFF_FIRST_S)
+
+
+def test_what_is_planned_anew_starts_and_what_left_the_plan_ends() -> None:
+    supervisor = all_up()
+    assert supervisor.handle(PlanChanged([*PLAN, MORE]), 2.0) == [StartNode(MORE)]
+    supervisor.handle(NodeUp(MORE.node), 3.0)
+    assert supervisor.handle(PlanChanged(PLAN[:-1]), 4.0) == [StopNode("shard-1"), StopNode("shard-2")]
+    assert supervisor.running == [each.node for each in [*PLAN, MORE]], "until they have ended"
+    assert supervisor.handle(NodeExited("shard-1", 0), 4.1) == []
+    assert supervisor.handle(Tick(), 4.0 + STOP_GRACE_S) == [KillNode("shard-2")]
+    assert supervisor.handle(NodeExited("shard-2", -9), 4.2 + STOP_GRACE_S) == []
+    assert supervisor.running == [each.node for each in PLAN[:-1]]
+    assert supervisor.deadline() is None, "nobody starts them again"
+    assert supervisor.all_up
+
+
+def test_one_that_is_wanted_again_while_it_ends_is_started_once_it_has() -> None:
+    supervisor = all_up()
+    supervisor.handle(PlanChanged(PLAN[:-1]), 2.0)
+    assert supervisor.handle(PlanChanged(PLAN), 2.1) == []
+    supervisor.check()
+    assert supervisor.handle(NodeExited("shard-1", 0), 2.2) == [StartNode(PLAN[3])]
+
+
+def test_one_that_waits_to_be_started_again_is_forgotten_with_the_plan() -> None:
+    supervisor = all_up()
+    supervisor.handle(NodeExited("shard-1", 1), 2.0)
+    assert supervisor.handle(PlanChanged(PLAN[:-1]), 2.0) == []
+    assert supervisor.deadline() is None
+
+
+def test_one_that_came_up_although_it_was_told_to_end_is_not_up() -> None:
     supervisor = started()
-    for spec in SPECS:
-        supervisor.handle(up(spec.node), 1.0)
-    for node in ("shard-0", "shard-1"):
-        supervisor.handle(RingTaken(node, 1, True), 1.0)
-    supervisor.handle(NodeExited("shard-0", 1), 2.0)
-    supervisor.handle(Tick(), 3.0)
-    assert [type(effect) for effect in supervisor.handle(up("shard-0"), 4.0)] == [HandRing]
-    assert supervisor.last_epoch == 1
-
-
-def test_unreachable_shard_is_told_again() -> None:
-    supervisor = started()
-    for spec in SPECS:
-        supervisor.handle(up(spec.node), 1.0)
-    supervisor.handle(RingTaken("shard-0", 1, False), 2.0)
-    due = supervisor.deadline()
-    assert due is not None and due > 2.0
-    assert [effect.node for effect in supervisor.handle(Tick(), due) if isinstance(effect, HandRing)] == [
-        "shard-0"
-    ]
+    assert supervisor.handle(PlanChanged(PLAN[:-1]), 0.5) == [StopNode("shard-1")]
+    supervisor.handle(NodeUp("shard-1"), 0.6)
+    assert supervisor.handle(Tick(), 0.5 + STOP_GRACE_S) == [KillNode("shard-1")]
+    assert supervisor.handle(NodeExited("shard-1", -9), 6.0) == []
+    supervisor.handle(NodeUp("shard-1"), 6.1)
+    supervisor.check()
 
 
 def test_a_node_that_never_comes_up_is_killed_and_started_again() -> None:
     supervisor = started()
-    assert supervisor.handle(Tick(), START_TIMEOUT_S) == [KillNode(spec.node) for spec in SPECS]
+    assert supervisor.handle(Tick(), START_TIMEOUT_S) == [KillNode(each.node) for each in PLAN]
     supervisor.handle(NodeExited("pool-0", -9), START_TIMEOUT_S + 0.1)
-    assert StartNode(SPECS[0]) in supervisor.handle(Tick(), START_TIMEOUT_S + 1.0)
+    assert StartNode(PLAN[1]) in supervisor.handle(Tick(), START_TIMEOUT_S + 1.0)
 
 
 def test_duplicate_names_are_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
-        Supervisor([SPECS[0], SPECS[0]], RULES)
+        Supervisor([PLAN[0], PLAN[0]])
 
 
-def test_random_lives_keep_the_invariants_and_end_ready() -> None:
+def test_random_plans_and_lives_end_with_what_is_planned() -> None:
+    names = [NodePlan(f"shard-{index}", "shard", "r") for index in range(5)]
     for seed in range(60):
         draw = random.Random(seed)
-        supervisor, now = started(), 0.0
-        epochs: list[int] = []
-        starting, running = {spec.node for spec in SPECS}, set[str]()
+        supervisor, now = Supervisor(names[:2]), 0.0
+        supervisor.handle(ClusterServes(), now)
+        alive: dict[str, str] = {}  # node -> what was asked of its process last
+
+        def tell(event: Event, seed: int = seed) -> None:
+            for effect in supervisor.handle(event, now):  # noqa: B023 - called in this turn
+                match effect:
+                    case StartNode():
+                        assert effect.plan.node not in alive, (seed, "two processes of one node")  # noqa: B023
+                        alive[effect.plan.node] = "start"  # noqa: B023
+                    case StopNode():
+                        alive[effect.node] = "stop"  # noqa: B023
+                    case KillNode():
+                        alive[effect.node] = "kill"  # noqa: B023
+
         for step in range(200):
             now += draw.random()
-            quiet = step > 150  # no more faults: the cluster must become ready
-            if starting and (quiet or draw.random() < 0.5):
-                node = sorted(starting)[0]
-                starting.discard(node)
-                running.add(node)
-                effects = supervisor.handle(up(node, port=draw.randint(1, 3)), now)
-            elif running and not quiet and draw.random() < 0.3:
-                node = draw.choice(sorted(running))
-                running.discard(node)
-                effects = supervisor.handle(NodeExited(node, -9), now)
-            else:
-                effects = supervisor.handle(Tick(), now)
-            while effects:
-                effect = effects.pop(0)
-                if isinstance(effect, StartNode):
-                    starting.add(effect.spec.node)
-                elif isinstance(effect, IssueRing):
-                    epochs.append(effect.ring.epoch)
-                elif isinstance(effect, HandRing) and effect.node in running:
-                    taken = quiet or draw.random() < 0.7
-                    effects += supervisor.handle(RingTaken(effect.node, effect.ring.epoch, taken), now)
+            quiet = step > 120
+            tell(Tick())
+            if not quiet and draw.random() < 0.1:
+                tell(PlanChanged(draw.sample(names, draw.randint(0, 5))))
+            for name, asked in list(alive.items()):
+                if draw.random() < 0.3 and (asked in ("stop", "kill") or not quiet):
+                    del alive[name]
+                    tell(NodeExited(name, 1))
+                elif asked == "start" and draw.random() < 0.5:
+                    tell(NodeUp(name))
             supervisor.check()
-        assert epochs == list(range(1, len(epochs) + 1)), seed
-        assert supervisor.ready, (seed, supervisor.report())
+        assert set(alive) == {each.node for each in supervisor.plan}, seed
+        assert supervisor.all_up, (seed, supervisor.report())
 
 
 def crash(supervisor: Supervisor, node: str, now: float, times: int) -> tuple[list[Effect], float]:
@@ -164,18 +176,19 @@ def crash(supervisor: Supervisor, node: str, now: float, times: int) -> tuple[li
     return effects, now
 
 
-def test_a_node_that_never_comes_up_is_given_up() -> None:
+@pytest.mark.parametrize("node", ["shard-1", "controller-0"])
+def test_a_node_that_never_comes_up_is_given_up(node: str) -> None:
     supervisor = started()
-    effects, now = crash(supervisor, "shard-1", 1.0, STARTS_MAX - 1)
+    effects, now = crash(supervisor, node, 1.0, STARTS_MAX - 1)
     assert effects == []
-    assert crash(supervisor, "shard-1", now, 1)[0] == [GiveUp("shard-1", 2)]
+    assert crash(supervisor, node, now, 1)[0] == [GiveUp(node, 2)]
 
 
 def test_coming_up_for_a_moment_is_no_success() -> None:
     supervisor, now = started(), 1.0
     effects: list[Effect] = []
     for _ in range(STARTS_MAX):
-        supervisor.handle(up("shard-1"), now)
+        supervisor.handle(NodeUp("shard-1"), now)
         effects = supervisor.handle(NodeExited("shard-1", 1), now + HEALTHY_AFTER_S / 2)
         now = supervisor.deadline() or now
         if not effects:
@@ -184,12 +197,8 @@ def test_coming_up_for_a_moment_is_no_success() -> None:
     assert effects == [GiveUp("shard-1", 1)]
 
 
-def test_a_cluster_that_was_ready_is_never_given_up() -> None:
-    supervisor = started()
-    for spec in SPECS:
-        supervisor.handle(up(spec.node), 1.0)
-    for node in ("shard-0", "shard-1"):
-        supervisor.handle(RingTaken(node, 1, True), 1.0)
-    assert supervisor.ready
+def test_a_cluster_that_has_served_is_never_given_up() -> None:
+    supervisor = all_up()
+    supervisor.handle(ClusterServes(), 1.0)
     effects, _ = crash(supervisor, "shard-1", 1.0, 3 * STARTS_MAX)
     assert not any(isinstance(effect, GiveUp) for effect in effects)

@@ -4,7 +4,7 @@ with a fence, and a clock that the test turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.controller import (
@@ -38,6 +38,7 @@ from l3_shard.ring import Ring, decode_map
 RULES = RingRules(replicas=2, write_quorum=2, read_quorum=1, block_copies=1)
 LEASE_S = 6.0
 TENANT = b"node"
+KEYS = [b"key/%d" % index for index in range(24)]
 
 
 def plans(shards: int, pools: int = 0, racks: int = 1) -> list[NodePlan]:
@@ -49,14 +50,16 @@ def plans(shards: int, pools: int = 0, racks: int = 1) -> list[NodePlan]:
 
 @dataclass
 class FakeNode:
-    """A node of the cluster; a shard does what section "moving records" asks, in steps of ``work``."""
+    """A node of the cluster.  A shard keeps versions of records, and moves them by the rules that the
+    controller counts on: what it gains it compares with a read quorum's worth of the old owners that have
+    heard of the map; it drops only under a stable map; it answers nobody who works by another epoch."""
 
     plan: NodePlan
     life: int = 1
     number: int = 0
     ring: RingMap | None = None
-    holds: set[str] = field(default_factory=set)
-    """Placements whose records it has: names of what it gained."""
+    """Kept over a restart, like the records."""
+    store: dict[bytes, int] = field(default_factory=dict)
     ready: int = 0
     clean: int = 0
     strong: int = 0
@@ -76,27 +79,51 @@ class FakeNode:
         before = self.ring
         if before is not None and ring.epoch <= before.epoch:
             return before.epoch
-        same = before is not None and Ring.from_map(before).placement == Ring.from_map(ring).placement
         was = self.epoch
+        same = before is not None and Ring.from_map(before).placement == Ring.from_map(ring).placement
         self.ring = ring
         self.ready = ring.epoch if same and was and self.ready == was else 0
         self.clean = ring.epoch if same and was and self.clean == was else 0
         self.strong = 0
-        self.left = 100 if ring.transition is not None and not self.ready else 0
+        self.left = 100 if not same else self.left
         return ring.epoch
 
-    def work(self) -> None:
-        """One step: copy, settle or purge a part of what is left."""
-        if self.ring is None:
+    def work(self, nodes: Mapping[str, FakeNode]) -> None:
+        """One step: copy, settle or drop a part of what is left."""
+        if self.ring is None or self.plan.role != "shard":
             return
         self.left = max(0, self.left - 50)
         if self.left:
             return
         self.strong = self.epoch
         if self.ring.transition is not None:
-            self.ready = self.epoch
-        else:
+            if self.ready != self.epoch and self.copy(nodes):
+                self.ready = self.epoch
+        elif self.clean != self.epoch:
+            ring = Ring.from_map(self.ring)
+            self.store = {
+                key: version for key, version in self.store.items() if self.plan.node in ring.keepers(key)
+            }
             self.clean = self.epoch
+
+    def copy(self, nodes: Mapping[str, FakeNode]) -> bool:
+        """Whether it has all that it gains now."""
+        assert self.ring is not None and self.ring.transition is not None
+        ring, name = Ring.from_map(self.ring), self.plan.node
+        for key in KEYS:
+            groups = ring.write_groups(key)
+            old = groups[0] if self.ring.transition.stage == "copy" else groups[-1]
+            if name not in ring.keepers(key) or name in old:
+                continue
+            there = [nodes[each] for each in old if each in nodes and nodes[each].epoch == self.epoch]
+            if len(there) < len(old) - min(self.ring.write_quorum, len(old)) + 1:
+                return False
+            self.merge(key, max(each.store.get(key, 0) for each in there))
+        return True
+
+    def merge(self, key: bytes, version: int) -> None:
+        if version > self.store.get(key, 0):
+            self.store[key] = version
 
     def beat(self) -> Heartbeat:
         self.number += 1
@@ -149,9 +176,14 @@ class World:
         """Epoch -> the map that was handed out under it."""
         self.published: list[RingMap] = []
         self.replies: list[Message] = []
+        """To the last request."""
+        self.late_replies: list[Message] = []
+        """That came after the request had been left."""
         self.note_outcome: Callable[[Note], str] = lambda _: "done"
         self.on_note: Callable[[Note], None] = lambda _: None
-        self.asked = 0
+        self.asked = self.waiting = 0
+        self.version = 0
+        self.acknowledged: dict[bytes, int] = {}
         for index in range(controllers):
             self.start_controller(f"controller-{index}")
         for plan in initial:
@@ -193,6 +225,8 @@ class World:
     def beat(self, name: str) -> None:
         """One heartbeat of this node, to every controller."""
         node = self.launcher if name == "launcher" else self.nodes[name]
+        if node.plan.role == "shard":
+            node.silent = tuple(sorted(self.dead))
         message = node.beat()
         node.wants_ring = False
         for each in list(self.controllers):
@@ -228,9 +262,52 @@ class World:
                 self.tick(name)
             for name in sorted(self.nodes):
                 if name in self.nodes:
-                    self.nodes[name].work()
+                    self.nodes[name].work(self.nodes)
                     self.beat(name)
             self.beat("launcher")
+
+    # -- records
+
+    def write(self, coordinator: str, key: bytes) -> bool:
+        """One more version; whether it was acknowledged."""
+        node = self.nodes[coordinator]
+        if node.ring is None:
+            return False
+        self.version += 1
+        ring = Ring.from_map(node.ring)
+        there = self._alike(node, ring.keepers(key))
+        for each in there:
+            self.nodes[each].merge(key, self.version)
+        if any(
+            len({*group} & {*there}) < min(self.rules.write_quorum, len(group))
+            for group in ring.write_groups(key)
+        ):
+            return False
+        self.acknowledged[key] = self.version
+        return True
+
+    def read(self, coordinator: str, key: bytes) -> int | None:
+        """``None``: not enough of those who have it answer."""
+        node = self.nodes[coordinator]
+        if node.ring is None:
+            return None
+        replicas = Ring.from_map(node.ring).replicas(key)
+        there = self._alike(node, replicas)
+        if len(there) < min(self.rules.read_quorum, len(replicas)):
+            return None
+        return max(self.nodes[each].store.get(key, 0) for each in there[: self.rules.read_quorum])
+
+    def check_records(self) -> None:
+        """Nobody reads anything older than what was acknowledged."""
+        for key, version in self.acknowledged.items():
+            for name, node in self.nodes.items():
+                if node.plan.role == "shard":
+                    read = self.read(name, key)
+                    assert read is None or read >= version, f"{name} (epoch {node.epoch}) misses {key!r}"
+
+    def _alike(self, node: FakeNode, names: Sequence[str]) -> list[str]:
+        """Of these, who runs and works by the same map."""
+        return [each for each in names if each in self.nodes and self.nodes[each].epoch == node.epoch]
 
     def tick(self, name: str) -> None:
         due = self.controllers[name].deadline()
@@ -246,7 +323,9 @@ class World:
         self.asked += 1
         self.replies = []
         origin = Origin(ConnectionId(1), self.asked, TENANT, 1)
+        self.waiting = self.asked
         self.deliver(controller, Received(origin, message))
+        self.waiting = 0
         assert len(self.replies) == 1, "every request is answered once, at once"
         return self.replies.pop()
 
@@ -262,7 +341,8 @@ class World:
     def perform(self, name: str, effect: Effect) -> list[Event]:
         match effect:
             case Reply():
-                self.replies.append(effect.message)
+                waited = effect.origin.request == self.waiting
+                (self.replies if waited else self.late_replies).append(effect.message)
             case Recall():
                 ring = self.records.get("ring")
                 return [

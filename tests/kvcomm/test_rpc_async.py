@@ -485,3 +485,39 @@ def test_work_for_which_no_thread_is_free_ends_at_its_deadline_too() -> None:
         asyncio.run(main())
     finally:
         free.set()
+
+
+def test_a_connection_that_is_silent_for_a_request_s_time_is_used_no_more(service: KeyValues) -> None:
+    """What it carried may be waiting for TCP's next try, long after the network is back; who waits on it
+    longer may still get an answer, and then it ends."""
+    with served(service) as server:
+
+        async def main() -> None:
+            async with peers_of() as peers:
+                patient = peers.start([Ask(server.address, PUT)], soon())[0]
+                await eventually(lambda: len(service.held) == 1)
+                assert code(await run_async(ask(Ask(server.address, PUT)), peers, soon(0.05))) == (
+                    "outcome_unknown"
+                )
+                assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()
+                assert len(service.welcomed) == 2
+                assert patient.exchange.answer is None
+                await asyncio.to_thread(server.call, lambda: service.held[0](Done()))
+                assert (await patient.answer()).message == Done()
+                await eventually(lambda: len(service.ended) == 1)
+
+        run(main())
+
+
+def test_a_connection_that_answers_others_in_time_is_kept(service: KeyValues) -> None:
+    with served(service) as server:
+
+        async def main() -> None:
+            async with peers_of() as peers:
+                slow = peers.start([Ask(server.address, PUT)], soon(0.1))[0]
+                assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()
+                assert code(await slow.answer()) == "outcome_unknown"
+                assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()
+
+        run(main())
+    assert len(service.welcomed) == 1

@@ -452,6 +452,27 @@ def test_a_leased_copy_stays_until_it_was_sent():
         leases[0].copy[0] = 1
 
 
+def test_what_is_dropped_is_hidden_and_a_view_of_it_stays_whole():
+    pool = OwnedMemory(slab_count=1)
+    pool.owner.open_pins(5, SLOTS)
+    for number in range(SLOTS):
+        pool.put(number, parent=key_of(number - 1))
+    pinned, leased = pool.offset_of(0), pool.lease(1)
+    pool.pin(0, pinned)
+
+    pool.owner.drop([key_of(number) for number in range(SLOTS)] + [key_of(77)])
+
+    assert pool.present(*range(SLOTS)) == [False] * SLOTS and pool.owner.listing(b"", 9, ANY_TENANT) == []
+    assert {pool.put(number) for number in range(10, 10 + SLOTS - 2)} == {"stored"}
+    assert bytes(pool.memory[pinned + HEADER_BYTES :][:8]) == payload_of(0)[:8]
+    assert bytes(leased.copy[HEADER_BYTES:]) == payload_of(1)
+    pool.pin(0, 0)
+    leased.release()
+    assert [pool.put(number) for number in (30, 31)] == ["stored"] * 2
+    assert pool.owner.usage().evicted_count == 0 and pool.owner.usage().block_count == SLOTS
+    pool.owner.check()
+
+
 def test_retired_slots_rest_for_the_grace_period():
     pool = OwnedMemory(slab_count=1, grace_s=0.01)
     for number in range(SLOTS):

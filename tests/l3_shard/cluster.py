@@ -10,11 +10,13 @@ invariants after every event.
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TypeVar
+
+import pytest
 
 from kvcomm.machine import (
     Answered,
@@ -31,6 +33,7 @@ from kvcomm.machine import (
 )
 from kvcomm.wire.messages import Failure, Message, RecordGet, RecordReplicate, RecordState, RingMap, RingNode
 from l3_shard import dvv
+from l3_shard import ring as ring_module
 from l3_shard.desk import ShardLimits
 from l3_shard.merkle import leaf_of, state_digest
 from l3_shard.repair import RepairOptions
@@ -61,6 +64,16 @@ TENANT = b"T" * 16
 def ring_map(names: str, *, epoch: int = 1, replicas: int = 3, write: int = 2, read: int = 1) -> RingMap:
     shards = [RingNode(name, f"tcp://{name}", "", "", f"rack-{name}", 1) for name in names]
     return RingMap(epoch, replicas, write, read, 1, shards, [])
+
+
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a fixture: making rings would take most of the time.  Those made so far, or here, are forgotten."""
+    monkeypatch.setattr(ring_module, "POINTS_PER_WEIGHT", 8)
+    for made in (ring_module._circle, ring_module._ring_of):
+        made.cache_clear()
+    yield
+    for made in (ring_module._circle, ring_module._ring_of):
+        made.cache_clear()
 
 
 @dataclass
@@ -120,8 +133,10 @@ class Cluster:
         limits: ShardLimits | None = None,
         make: Callable[..., Shard] = Shard,
         repair: RepairOptions | None = None,
+        members: str | None = None,
         **quorums: int,
     ) -> None:
+        """``members``: those of ``names`` that are in the first map; else all."""
         self.repair = repair
         self.away: set[str] = set()
         """Nodes that no message reaches or leaves."""
@@ -132,7 +147,7 @@ class Cluster:
         self.draw = random.Random(seed)
         self.names = names
         self.faults = faults or Faults()
-        self.map = ring_map(names, **quorums)
+        self.map = ring_map(members or names, **quorums)
         self._ring = Ring.from_map(self.map)  # every epoch places alike
         self.now = 0.0
         self._order = count()
@@ -199,6 +214,11 @@ class Cluster:
         for node in self.names:
             event, life = RingChanged(self.map), self._lives[node]
             self.after(self.draw.uniform(0, spread_s), partial(self._deliver, node, life, event))
+
+    def offer(self, ring_map: RingMap, nodes: Iterable[str] | None = None) -> None:
+        """Every node, or each of ``nodes``, hears of a map now."""
+        for node in self.shards if nodes is None else nodes:
+            self._deliver(node, self._lives[node], RingChanged(ring_map))
 
     def lose(self, node: str) -> None:
         """Restart with an empty disk."""

@@ -96,6 +96,7 @@ class StrongWorld(Cluster):
             ShardLimits(request_timeout_s=1.0, strong_timeout_s=1.0),
             Shard,
             None,
+            None,
             **quorums,
         )
         self._booting = False

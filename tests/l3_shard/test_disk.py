@@ -186,6 +186,65 @@ def test_a_damaged_file_is_a_miss_and_gone(tmp_path: Path) -> None:
     on_real_files(tmp_path, 64 << 20, work)
 
 
+def test_a_copy_that_memory_has_no_room_for_is_kept_if_nothing_has_to_go(tmp_path: Path) -> None:
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        outcomes: list[bool] = []
+        for key in KEYS[:4]:
+            tier.keep(key, memoryview(COPIES[key]), outcomes.append)
+        await eventually(lambda: len(outcomes) == 4)
+        assert outcomes == [True, True, True, False] and on_disk(tmp_path) == 3
+        tier.keep(KEYS[0], memoryview(COPIES[KEYS[0]]), outcomes.append)
+        assert outcomes[4:] == [True], "it is there"
+        assert await recalled(tier, *KEYS) == {key: COPIES[key] for key in KEYS[:3]}
+        assert not store.copies or tier.usage().evicted_count == 0
+
+    on_real_files(tmp_path, 3 * room_bytes(SIZE), work)
+
+
+@pytest.mark.parametrize("problem", [errno.ENOSPC, errno.EIO])
+def test_who_waits_for_a_copy_to_be_kept_is_told_that_it_is_not(problem: int) -> None:
+    files = ScriptedFiles()
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        files.failing = problem
+        outcomes: list[bool] = []
+        for key in KEYS:
+            tier.keep(key, memoryview(COPIES[key]), outcomes.append)
+        await eventually(lambda: len(outcomes) == len(KEYS))
+        assert not any(outcomes) and not any(tier.present(KEYS, TENANT))
+
+    run(work, files)
+
+
+def test_what_is_dropped_is_gone_wherever_it_was_on_its_way() -> None:
+    """On the disk, waiting to be written, being written, and being read into memory."""
+    files = ScriptedFiles({KEYS[0]: COPIES[KEYS[0]]})
+
+    async def work(tier: BlockDisk, store: DictStore) -> None:
+        files.gate.clear()
+        put(store, *KEYS[1:4])
+        tier.stored(KEYS[1:4])
+        reading = asyncio.create_task(recalled(tier, KEYS[0]))
+        await asyncio.sleep(0.0)
+        gone = asyncio.Event()
+        store.drop(KEYS[:4])
+        tier.drop(KEYS[:4], gone.set)
+        assert not any(tier.present(KEYS, TENANT))
+        files.gate.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await gone.wait()
+            await reading
+        await tier.settled()
+        await eventually(lambda: not files.held)
+        assert tier.listing(b"", 99) == [] and not any(store.present(KEYS, TENANT))
+        put(store, KEYS[1])
+        tier.stored([KEYS[1]])  # it may come back
+        await tier.settled()
+        assert tier.present(KEYS[:2], TENANT) == [False, True]
+
+    run(work, files)
+
+
 def test_a_suspect_is_verified() -> None:
     files = ScriptedFiles(dict(COPIES))
     files.held[KEYS[1]] = b"damaged"

@@ -37,6 +37,15 @@ def test_room_is_promised_before_it_is_used():
     index.check()
 
 
+def test_room_may_be_asked_for_only_where_nothing_has_to_go():
+    index = DiskIndex(2 * DISK_BLOCK_BYTES)
+    index.add(entry(1))
+    assert index.promise(4096, evict=False) == []
+    index.kept(entry(2))
+    assert index.promise(1, evict=False) is None and len(index) == 2
+    index.check()
+
+
 def test_tenants_see_their_own_and_the_cluster_sees_all():
     index = DiskIndex(1 << 20)
     index.add(entry(1))

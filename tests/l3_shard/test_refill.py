@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvcomm.block import BlockKey
-from kvcomm.wire.messages import BlockHeld, BlockHoldings, Failure, Holding, RingMap, RingNode, Want
+from kvcomm.wire.messages import (
+    BlockHeld,
+    BlockHoldings,
+    Failure,
+    Holding,
+    RingMap,
+    RingNode,
+    RingTransition,
+    Want,
+)
 from l3_shard import refill
 from l3_shard.refill import AskHoldings, Round, Take, held
 from l3_shard.ring import Ring
@@ -63,7 +74,7 @@ class Shards:
                     if key in self.held[order.node]:
                         mine[key] = False
                     self.taken.append((order.node, key))
-                round_.took()
+                round_.took(count=len(order.wants), copy_bytes=sum(want.copy_bytes for want in order.wants))
         return round_
 
 
@@ -173,3 +184,75 @@ def test_windows_are_bounded_in_keys_and_bytes():
     windows = list(refill._windows(wants))
     assert [len(window) for window in windows] == [1, 2, 16, 5]
     assert [want for window in windows for want in window] == wants
+
+
+def moving(stage: Literal["copy", "serve"]) -> Ring:
+    now, then = ring_of("abc", 1).to_map().shards, ring_of("abcd", 1).to_map().shards
+    return Ring(RingMap(8, 3, 2, 1, 1, now, [], transition=RingTransition(stage, then, [])))
+
+
+@pytest.mark.parametrize("stage", ["copy", "serve"])
+def test_a_shard_that_comes_gets_what_the_placement_to_come_gives_it(stage):
+    ring, keys = moving(stage), [key_of(number) for number in range(80)]
+    before = ring_of("abc", 1)
+    shards = Shards(ring, {name: {} for name in "abcd"})
+    for key in keys:
+        shards.held[before.block_owners(key)[0]][key] = False
+    round_ = shards.round("d")
+    gained = {key for key in keys if ring_of("abcd", 1).block_owners(key) == ("d",)}
+    assert set(shards.held["d"]) == gained and 5 < len(gained) < 40
+    assert round_.told == {"a", "b", "c"} and round_.left() == (0, 0)
+
+
+def test_who_has_told_and_given_all_is_not_asked_again():
+    ring = ring_of("abcd", copies=4)
+    keys = [key_of(number) for number in range(10)]
+    shards = Shards(ring, {"a": {}, "b": dict.fromkeys(keys, False), "c": {}, "d": {}})
+    shards.down = {"c"}
+    first = shards.round("a")
+    assert first.told == {"b", "d"} and first.failed
+    shards.down, shards.asked_count = set(), 0
+    again = Round("a", ring, lambda asked: [False] * len(asked), first.told)
+    asked = []
+    while (order := again.next()) is not None:
+        assert isinstance(order, AskHoldings)
+        asked.append(order.node)
+        again.listed(BlockHeld([], None))
+    assert asked == ["c"] and not again.failed and again.told == {"c"}
+
+
+def test_a_peer_that_fails_to_give_is_asked_again_and_costs_no_other_its_turn():
+    """Its last page was told already: the next one's turn had begun."""
+    round_ = Round("a", ring_of("abc", copies=3), lambda keys: [True] * len(keys))
+    first = round_.next()
+    assert isinstance(first, AskHoldings) and first.node == "b"
+    round_.listed(BlockHeld([Holding(key_of(1), 100, True)], None))
+    assert isinstance(round_.next(), Take)
+    round_.took(failed=True)
+    order = round_.next()
+    assert isinstance(order, AskHoldings) and order.node == "c"
+    round_.listed(BlockHeld([Holding(key_of(2), 100, True)], None))
+    assert isinstance(round_.next(), Take)
+    round_.took(short=True)
+    assert round_.next() is None and round_.failed and round_.told == set()
+
+
+def test_how_much_is_left_is_told_by_how_far_the_walk_has_come():
+    round_ = Round("a", ring_of("abc", copies=3), lambda keys: [True] * len(keys))
+    assert round_.left() == (0, 0)
+    round_.next()
+    page = sorted(key_of(number) for number in range(200))[:50]
+    round_.listed(BlockHeld([Holding(key, 100, True) for key in page], page[-1]))
+    blocks, size_bytes = round_.left()
+    assert 250 < blocks < 600 and abs(size_bytes - 100 * blocks) < 100, "two peers with about 200 each"
+    round_.took(count=16, copy_bytes=1600)
+    assert round_.left() == (blocks - 16, size_bytes - 1600)
+
+
+def test_a_round_goes_on_in_the_next_stage_of_a_move():
+    round_ = Round("d", moving("copy"), lambda keys: [False] * len(keys))
+    first = round_.next()
+    round_.renew(Ring(structs.replace(moving("serve").to_map(), epoch=9)))
+    second = round_.next()
+    assert isinstance(first, AskHoldings) and isinstance(second, AskHoldings)
+    assert (first.message.epoch, second.message.epoch) == (8, 9)

@@ -11,17 +11,28 @@ from typing import cast
 
 import pytest
 
-from kvcomm.block import BlockKey, verify_copy
+from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for, verify_copy
 from kvcomm.blockstore import DepotUsage
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Answer, Ask
-from kvcomm.wire.messages import BlockHeld, BlockHoldings, Failure, Holding, Message, RingMap, RingNode
+from kvcomm.tier import BlockCopy
+from kvcomm.wire.messages import (
+    BlockGet,
+    BlockHeld,
+    BlockHoldings,
+    Failure,
+    Holding,
+    Message,
+    RingMap,
+    RingNode,
+)
 from l3_shard import refilling
 from l3_shard.refilling import Refilling, RefillOptions
 from l3_shard.ring import Ring
 from tests.blockstores import DictDepot, DictStore
-from tests.l3_shard.test_server import Cluster, make_copies
-from tests.peers import until
+from tests.l3_shard.test_server import NAMESPACE, Cluster, make_copies
+from tests.namespaces import namespace
+from tests.peers import CREDENTIALS, until
 
 COUNT = 24
 
@@ -42,7 +53,6 @@ class TwoCopies(Cluster):
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoCopies]:
-    monkeypatch.setattr(refilling, "SETTLE_S", 0.01)
     monkeypatch.setattr(refilling, "RETRY_S", 0.05)
     running = TwoCopies()
     yield running
@@ -113,15 +123,41 @@ def test_a_shard_takes_no_more_than_there_is_free_room(cluster: TwoCopies) -> No
     assert cluster.stores["a"].evicting == {False}
 
 
+@pytest.mark.slow
+def test_a_huge_block_goes_alone_and_holds_up_nobody(cluster: TwoCopies) -> None:
+    small = filled(cluster)
+    size = 48 << 20
+    wide = namespace(head_dim=256, layers=size // NAMESPACE.block_bytes * NAMESPACE.layers)
+    wide = wide.for_tenant(CREDENTIALS.tenant_digest("acme"))
+    (key,) = block_keys(wide, range(16))
+    payload = memoryview(bytes(wide.block_bytes))
+    header = header_for(wide, key, NO_PARENT, payload, logical_start=0, producer=Incarnation(5))
+    for store in cluster.stores.values():
+        store.capacity_bytes, store.copy_bytes_max = 1 << 30, 1 << 30
+    copy = BlockCopy(header, payload)
+    assert cluster.run(cluster.tier().put([copy])) == ["stored"]
+    owner, *_ = Ring.from_map(cluster.map).block_owners(key)
+    until(lambda: all(key in cluster.held(node) for node in Ring.from_map(cluster.map).block_owners(key)))
+    lose(cluster, owner)
+    cluster.stores[owner].capacity_bytes = cluster.stores[owner].copy_bytes_max = 1 << 30
+    cluster.issue()
+    for _ in range(20):
+        cluster.put(b"k", b"v", cluster.get(b"k").context)
+    until(lambda: cluster.held(owner) == cluster.owned(owner, [*small, key]))
+    assert cluster.running[owner].refill_counts().blocks["failed"] == 0
+
+
 class Told:
     """Peers that answer at once, from a script by kind of message; no wire."""
 
     def __init__(self, answer: Callable[[Ask], Message]) -> None:
         self.asked: list[Ask] = []
+        self.deadlines: list[float] = []
         self._answer = answer
 
-    def start(self, asks: Sequence[Ask], _deadline: float) -> list[Told.Request]:
+    def start(self, asks: Sequence[Ask], deadline: float) -> list[Told.Request]:
         self.asked += asks
+        self.deadlines.append(deadline)
         return [Told.Request(Answer(self._answer(ask), [], 0.0)) for ask in asks]
 
     def give_up(self, _request: Told.Request, _reason: str) -> None:
@@ -167,7 +203,6 @@ async def refilled(
 def test_a_peer_that_leaves_the_ring_while_copies_are_paced_is_not_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
     rings = [ring_of("ab", 1)]
 
     async def main() -> Told:
@@ -184,7 +219,6 @@ def test_a_peer_that_leaves_the_ring_while_copies_are_paced_is_not_asked(
 def test_what_the_disk_may_have_is_not_asked_for_before_that_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
     key = BlockKey(bytes(32))
 
     class Opening(DictDepot):
@@ -213,8 +247,26 @@ def test_what_the_disk_may_have_is_not_asked_for_before_that_is_known(
     assert [type(ask.message) for ask in asked] == [BlockHoldings], "no copy was asked for"
 
 
+def test_a_request_for_a_huge_block_may_take_as_long_as_its_bytes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be given up and begun again for ever, and nothing behind it would ever be moved."""
+    ring, size = ring_of("ab", 1), 7 << 20
+    monkeypatch.setattr(refilling, "RATE_MIN_BYTES", 1 << 20)
+    key = next(key for key in (bytes([n]) * 32 for n in range(99)) if "a" in ring.block_keepers(key))
+
+    async def main() -> Told:
+        def answer(ask: Ask) -> Message:
+            if isinstance(ask.message, BlockHoldings):
+                return BlockHeld([Holding(key, size, True)], None)
+            return Failure("unavailable", "scripted")
+
+        return await refilled(answer, lambda: ring, lambda _work, peers: len(peers.asked) == 2)
+
+    told = asyncio.run(main())
+    assert isinstance(told.asked[1].message, BlockGet)
+    assert 6.5 < told.deadlines[1] - told.deadlines[0] < 17.0
+
+
 def test_further_pages_are_asked_for_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
     monkeypatch.setattr(refilling, "PAGE_PAUSE_S", 3600.0)
     ring = ring_of("ab", 1)
 
@@ -229,7 +281,6 @@ def test_further_pages_are_asked_for_after_a_pause(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_peer_that_stays_away_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refilling, "SETTLE_S", 0.0)
     monkeypatch.setattr(refilling, "RETRY_S", 0.01)
     ring, at = ring_of("ab", 1), list[float]()
 

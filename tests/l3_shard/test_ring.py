@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from typing import Literal
 
 import mmh3
@@ -16,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm.wire.messages import RingMap, RingNode, RingRange, RingTransition
-from l3_shard.ring import NO_RING, POINTS_PER_WEIGHT, SHARDS_MAX, WEIGHT_MAX, Ring, RingError, point_of
+from l3_shard.ring import (
+    NO_RING,
+    POINT_MAX,
+    POINTS_PER_WEIGHT,
+    SHARDS_MAX,
+    WEIGHT_MAX,
+    Ring,
+    RingError,
+    point_of,
+)
 
 Stage = Literal["copy", "serve"]
 KEYS = [b"key/%d" % index for index in range(2_000)]
@@ -288,3 +298,36 @@ def test_covers_says_whether_a_write_could_be_met_without_them(now, then, replic
             assert any(len(set(group) - nodes) >= min(quorum, len(group)) for group in everywhere)
         assert ring.covers(names)
         assert not ring.covers([])
+
+
+@settings(max_examples=8)
+@given(shard_lists, shard_lists, st.integers(1, 3))
+def test_flows_measure_the_circle(now, then, count):
+    """All of it, and as many keys go each way as their share says."""
+    given_away = [RingRange(0, POINT_MAX // 3, now[0].node)]
+    stable = RingMap(1, 3, 2, 1, 1, now, [], given_away)
+    ring = Ring.from_map(msgspec.structs.replace(stable, transition=RingTransition("copy", then, [])))
+    flows = ring.flows(count)
+    assert sum(flows.values()) == 2**64
+    seen = Counter()
+    after = Ring.from_map(RingMap(1, 3, 2, 1, 1, then, []))
+    before = Ring.from_map(stable)
+    for key in KEYS:
+        seen[before.owners(key, count), after.owners(key, count)] += 1
+    assert set(seen) <= set(flows)
+    for pair, many in seen.items():
+        assert abs(many / len(KEYS) - flows[pair] / 2**64) < 0.06
+
+
+@settings(max_examples=8)
+@given(shard_lists, st.integers(0, POINT_MAX), st.integers(0, POINT_MAX))
+def test_stretches_are_the_circle_with_its_first_owners(shards, one, other):
+    given_away = [RingRange(min(one, other), max(one, other), shards[-1].node)]
+    ring = Ring.from_map(RingMap(1, 3, 2, 1, 1, shards, [], given_away))
+    stretches = ring.stretches()
+    assert stretches[0][0] == 0 and stretches[-1][1] == POINT_MAX
+    for (_, last, owner), (first, _, following) in pairwise(stretches):
+        assert first == last + 1 and owner != following
+    for key in KEYS[:200]:
+        owner = next(owner for first, last, owner in stretches if first <= point_of(key) <= last)
+        assert (owner,) == ring.owners(key, 1)

@@ -42,6 +42,7 @@ from kvcomm.wire.messages import (
     Want,
 )
 from l3_shard.desk import ShardLimits
+from l3_shard.refilling import RefillOptions
 from l3_shard.server import RunningShard, ShardOptions, ShardStopped, run_shard
 from l3_shard.store import Fsync, RecordStore
 from l3_shard.tier import L3Tier
@@ -62,6 +63,8 @@ class Cluster:
         self.epoch = 0
         self.running: dict[str, RunningShard] = {}
         self.stores = {name: DictStore() for name in names}
+        self.disks: dict[str, Any] = {}
+        self.blocks_limit_s, self.orphan_s = 60.0, 10.0
         self.ends: dict[str, BaseException | None] = {}
         self._lives = count(11)
         self._stops: dict[str, asyncio.Event] = {}
@@ -97,8 +100,11 @@ class Cluster:
                     fsync=self.fsync,
                     fsync_interval_s=0.01,
                     limits=ShardLimits(request_timeout_s=2.0),
+                    refill=RefillOptions(limit_s=self.blocks_limit_s),
+                    orphan_s=self.orphan_s,
                 ),
                 blocks=self.stores[name],
+                disk=self.disks.get(name),
                 stop=self._stops[name],
                 ready=lambda shard: self.running.update({name: shard}),
             )

@@ -38,6 +38,8 @@ from kvcomm.wire.messages import (
     RecordVersions,
     RecordWrite,
     RingGet,
+    RingOffer,
+    RingTaken,
     Sibling,
 )
 from l3_shard import dvv
@@ -812,13 +814,47 @@ def test_only_newer_rings_are_taken_up():
     assert bench.answer(RingGet()) == ring_map("abcd", epoch=6)
 
 
-def test_a_shard_without_a_ring_sends_askers_elsewhere_but_takes_replicas():
+def test_a_shard_without_a_ring_sends_askers_elsewhere_and_asks_replicators_for_their_map():
     bench = Bench()
     bench.shard = Shard(ME, f"{DRAWN}.1", NO_RING, node_tenant=NODE_TENANT, origin_ms=0)
     for message in (RingGet(), put(), RecordGet(1, [b"k"])):
         failure = bench.answer(message)
         assert isinstance(failure, Failure) and failure.code == "unavailable"
-    assert len(bench.ask(RecordReplicate(1, [K], [ONE]), tenant=NODE_TENANT)) == 1
+    replicate = RecordReplicate(1, [K], [ONE])
+    refusal = bench.answer(replicate, tenant=NODE_TENANT)
+    assert isinstance(refusal, Failure) and refusal.code == "stale_epoch"
+    assert decode_map(refusal.detail) == NO_RING
+    assert bench.answer(RingOffer(bench.map), tenant=NODE_TENANT) == RingTaken(1)
+    assert [type(effect) for effect in bench.ask(replicate, tenant=NODE_TENANT)] == [Load]
+
+
+def test_a_replica_that_is_behind_is_given_the_map_and_asked_again():
+    bench = Bench(epoch=2)
+    first, _ = durable(bench, put(epoch=2))
+    behind = Failure("stale_epoch", "", encode_map(ring_map("xyz", epoch=1)))
+    (offer,) = bench.on(Answered(first.ticket, behind))
+    assert isinstance(offer, AskPeer) and (offer.node, offer.message) == (first.node, RingOffer(bench.map))
+    (again,) = bench.on(Answered(offer.ticket, RingTaken(2)))
+    assert isinstance(again, AskPeer) and again.message == first.message
+    (reply,) = bench.on(Answered(again.ticket, Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+
+
+def test_a_replica_that_does_not_take_the_map_does_not_acknowledge():
+    bench = Bench(epoch=2)
+    first, second = durable(bench, put(epoch=2))
+    behind = Failure("stale_epoch", "", encode_map(ring_map("xyz", epoch=1)))
+    (to_first,) = bench.on(Answered(first.ticket, behind))
+    (to_second,) = bench.on(Answered(second.ticket, behind))
+    assert bench.on(Answered(ticket_of(to_first), RingTaken(1))) == []
+    (reply,) = bench.on(Answered(ticket_of(to_second), RingTaken(1)))
+    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
+    assert reply.message.code == "outcome_unknown"
+
+
+def test_only_nodes_hand_out_maps():
+    refusal = Bench().answer(RingOffer(ring_map("abcd", epoch=2)))
+    assert isinstance(refusal, Failure) and refusal.code == "refused"
 
 
 def test_a_peer_that_is_ahead_teaches_its_map():
@@ -842,19 +878,38 @@ def test_a_write_goes_out_again_under_the_newer_map_when_the_owners_are_the_same
     assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
 
 
-def test_a_write_whose_owners_changed_meanwhile_has_an_unknown_outcome():
+def test_a_write_whose_owners_changed_meanwhile_is_made_durable_again_and_sent_to_the_new_ones():
+    """Our own copy may have been dropped since, and what the old owners said is worth nothing."""
     bench = Bench()
     first, second = durable(bench)
     moved = Failure("stale_epoch", "", encode_map(ring_map("ade", epoch=2)))
-    assert bench.on(Answered(first.ticket, moved)) == []
-    (reply,) = bench.on(Answered(second.ticket, moved))
-    assert isinstance(reply, Reply) and isinstance(reply.message, Failure)
-    assert reply.message.code == "outcome_unknown"
+    (load,) = bench.on(Answered(first.ticket, moved))
+    assert bench.on(Answered(second.ticket, Done())) == []
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)))
+    assert isinstance(persist, Persist) and persist.writes == ((K, ONE),)
+    to_d, _ = asks_of(bench.on(Persisted(persist.ticket)), "d", "e")
+    (reply,) = bench.on(Answered(to_d, Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
 
 
-@pytest.mark.parametrize("message", [RecordReplicate(9, [K], [ONE]), RecordFetch(9, [K])])
-def test_replication_under_a_newer_map_is_accepted(message):
-    assert [type(effect) for effect in Bench("xyz").ask(message, tenant=NODE_TENANT)] == [Load]
+def test_a_write_that_is_not_ours_any_more_goes_to_its_new_owners():
+    bench = Bench()
+    first, _ = durable(bench)
+    moved = Failure("stale_epoch", "", encode_map(ring_map("xyz", epoch=2)))
+    to_x, to_y, _ = asks_of(bench.on(Answered(first.ticket, moved)), "x", "y", "z")
+    assert bench.on(Answered(to_x, Done())) == []
+    (reply,) = bench.on(Answered(to_y, Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+    assert reply.message.versions[0].replica == f"{DRAWN}.1"
+
+
+def test_replication_under_a_newer_map_is_accepted_where_both_maps_agree():
+    (load,) = Bench().ask(RecordReplicate(9, [K], [ONE]), tenant=NODE_TENANT)
+    assert isinstance(load, Load)
+    refusal = Bench("xyz").answer(RecordReplicate(9, [K], [ONE]), tenant=NODE_TENANT)
+    assert isinstance(refusal, Failure) and decode_map(refusal.detail).epoch == 1
+    (load,) = Bench("xyz").ask(RecordFetch(9, [K]), tenant=NODE_TENANT)
+    assert isinstance(load, Load)
 
 
 def owned(bench: Bench):

@@ -28,12 +28,12 @@ from kvcomm.wire.messages import (
     RecordWrite,
     Sibling,
 )
-from l3_shard import dvv, ring
+from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.ring import decode_map
 from l3_shard.shard import Shard
 from l3_shard.writing import Draft
-from tests.l3_shard.cluster import TENANT, Cluster, Disk, Faults
+from tests.l3_shard.cluster import TENANT, Cluster, Disk, Faults, small_rings
 
 Dot = tuple[bytes, str, int]
 """Key, replica, counter."""
@@ -262,10 +262,7 @@ class World:
             assert found == self.oracle.living(key, context)
 
 
-@pytest.fixture(autouse=True)
-def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making rings would take most of the time."""
-    monkeypatch.setattr(ring, "POINTS_PER_WEIGHT", 8)
+quick = pytest.fixture(autouse=True)(small_rings)
 
 
 def play(seed: int, plant: Callable[[Cluster], None] = lambda cluster: None) -> World:

@@ -157,10 +157,10 @@ def _stage_up(stage: Stage) -> None:
     supervisor: Any = importlib.import_module("controller.supervisor")
     shipped = up._command
 
-    def command(cluster: Any, spec: Any, config: Path) -> list[str]:
-        python, m, module, *arguments = shipped(cluster, spec, config)
+    def command(cluster: Any, plan: Any, config: Path) -> list[str]:
+        python, m, module, *arguments = shipped(cluster, plan, config)
         assert (m, module) == ("-m", "kvcomm.cli"), "nodes are started another way now"
-        return ["env", *stage.environment(spec.node), python, "-m", "tests.system.staged", *arguments]
+        return ["env", *stage.environment(plan.node), python, "-m", "tests.system.staged", *arguments]
 
     up._command = command
     supervisor.BACKOFF_MAX_S = RESTART_BACKOFF_S

@@ -50,11 +50,15 @@ def test_status_names_every_node(cluster: Cluster) -> None:
     said = kvcomm("status", "--instance", cluster.instance.name, "--json")
     assert said.returncode == 0, said.stderr
     rows = {row["node"]: row for row in json.loads(said.stdout)}
-    assert sorted(rows) == ["pool-0", "shard-0", "shard-1", "shard-2"]
-    assert all(row["usage"]["capacity_bytes"] > 0 and not row["error"] for row in rows.values())
+    stores = ["pool-0", "shard-0", "shard-1", "shard-2"]
+    assert sorted(rows) == ["controller-0", "launcher-0", *stores]
+    assert all(rows[node]["usage"]["capacity_bytes"] > 0 for node in stores)
+    assert not any(row["error"] for row in rows.values())
+    assert [node for node in rows if rows[node]["leads"]] == ["controller-0"]
     assert rows["shard-0"]["epoch"] >= 1
     table = kvcomm("status", "--instance", cluster.instance.name).stdout.decode()
     assert all(node in table for node in rows)
+    assert "controller-0 leads" in table
     served = rows["pool-0"]["transports"]
     assert {"shm", "tcp"} <= set(served)
     assert f"pool-0 serves {', '.join(served)}" in table
@@ -201,7 +205,7 @@ def test_up_stops_cleanly_and_keeps_its_records(foreground: subprocess.Popen[byt
     with connect(instance="fg") as kv:
         kv.state("kept").put("k", b"v")
     pids = [record.pid for record in instance.nodes()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     foreground.send_signal(number)
     assert foreground.wait(30) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -520,7 +520,7 @@ def test_an_embedded_cluster_ends_with_its_killed_owner(cluster: Cluster) -> Non
     try:
         assert owner.stdout is not None
         name, *pids = owner.stdout.readline().split()
-        assert len(pids) == 4
+        assert len(pids) == 5
     finally:
         owner.kill()
         owner.wait()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcomm.cli.status import _cells, _lines, _missing
+from kvcomm.cli.status import _cells, _lines, _missing, _unregistered
 from kvcomm.instance import NodeRecord, Survey
-from kvcomm.wire.messages import RingMap, RingNode
+from kvcomm.wire.messages import ClusterView, NodeView, RingMap, RingNode
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -31,6 +31,20 @@ def test_a_node_that_does_not_answer_says_why_where_there_is_room() -> None:
     silent = row(error="no connection within 2 s")
     assert _cells(silent) == ["-", "silent"]
     assert list(_lines([silent])) == ["pool-0 does not answer: no connection within 2 s"]
+
+
+def test_the_controller_that_leads_says_so() -> None:
+    assert list(_lines([row(node="controller-1", leads=True)])) == ["controller-1 leads"]
+
+
+def test_a_launcher_is_known_to_the_controllers_only() -> None:
+    nodes = [NodeView(f"{role}-0", role, "r", "alive", 0.1, 3, 1, []) for role in ("launcher", "shard")]
+    nodes.append(NodeView("launcher-1", "launcher", "r", "dead", 9.0, 3, 1, []))
+    view = ClusterView("controller-0", "controller-0", 1, "whole", None, nodes, [])
+    alive, dead = _unregistered("small", view)
+    assert (alive["node"], _cells(alive)) == ("launcher-0", ["3", "-"])
+    assert (dead["node"], _cells(dead)) == ("launcher-1", ["-", "down"])
+    assert list(_unregistered("small", None)) == []
 
 
 def test_a_shard_has_nothing_to_say() -> None:

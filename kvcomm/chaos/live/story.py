@@ -1,0 +1,399 @@
+"""``tell``: one scenario on real processes, from their start to the report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvcomm.chaos.eventual import Ending, Replica
+from kvcomm.chaos.history import History, Invoked, Line
+from kvcomm.chaos.keys import eventual_keys
+from kvcomm.chaos.live.cluster import Cluster
+from kvcomm.chaos.live.orders import Begin, Done, End, Look, Phase, Save, States, Stored, Told
+from kvcomm.chaos.measures import measure
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample
+from kvcomm.chaos.registers import KINDS
+from kvcomm.chaos.report import Report, broken_off, report_of, skipped
+from kvcomm.chaos.scenario import (
+    LEADER,
+    AnyStep,
+    Cut,
+    Drain,
+    Heal,
+    Kill,
+    Loss,
+    Move,
+    Pause,
+    Restart,
+    Resume,
+    Scale,
+    Scenario,
+    Slow,
+    resolved,
+)
+from kvcomm.chaos.shapes import Cut as Direction
+from kvcomm.chaos.shapes import cuts_of, sides
+from kvcomm.errors import KVCommError, Unavailable
+from kvcomm.wire.messages import RecordState
+
+EQUAL_EVERY_S = 0.1
+BEFORE, DURING, AFTER = range(3)
+"""Phases: before the first fault, until all is healed, and after that."""
+LEADER_WITHIN_S = 15.0
+
+Listener = Callable[[str], None]
+
+
+def tell(
+    scenario: Scenario,
+    backend: str,
+    seed: int,
+    heard: Listener = lambda line: None,
+    keep: Path | None = None,
+) -> Report:
+    """Run ``scenario`` and judge it.
+
+    Args:
+        backend: ``namespaces`` or ``loopback``.
+        heard: told what is being done.
+        keep: where to leave logs and histories; ``None`` = nowhere.
+    """
+    if why := unable(scenario, backend):
+        return skipped(scenario, backend, seed, why)
+    directory = Path(tempfile.mkdtemp(prefix="kvcomm-chaos-"))
+    try:
+        cluster = Cluster(scenario, backend, directory, seed)
+        try:
+            observed = _Story(cluster, scenario, heard).tell()
+        finally:
+            cluster.close()
+            if keep is not None:
+                shutil.copytree(directory, keep, dirs_exist_ok=True, ignore=_not_storage)
+    except KVCommError as error:
+        return broken_off(scenario, backend, seed, f"{error.code}: {error.message}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    heard("judging")
+    return report_of(scenario, backend, seed, observed, measure(scenario, observed))
+
+
+def unable(scenario: Scenario, backend: str) -> str:
+    """Why ``scenario`` cannot be run there; empty = it can."""
+    from kvcomm.chaos.live import namespaces
+    from kvcomm.chaos.live.loopback import Loopback
+
+    if scenario.skipped:
+        return scenario.skipped
+    if backend == "namespaces" and (why := namespaces.missing()):
+        return why
+    able = namespaces.Namespaces.able if backend == "namespaces" else Loopback.able
+    needs = {type(step) for step in scenario.steps if isinstance(step, Loss | Slow)} - able
+    if needs:
+        names = " and ".join(sorted(kind.__name__.lower() for kind in needs))
+        return f"{backend} cannot make {names}; run it in namespaces"
+    return ""
+
+
+def _not_storage(directory: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name == "storage"]
+
+
+class _Story:
+    def __init__(self, cluster: Cluster, scenario: Scenario, heard: Listener) -> None:
+        self._cluster, self._scenario, self._heard = cluster, scenario, heard
+        self._marks: list[Mark] = []
+        self._episodes: list[Episode] = []
+        self._broken: dict[str, frozenset[Direction]] = {}
+        """What is broken at present, and what it cuts."""
+        self._since = 0.0
+        self._equal_at: float | None = None
+        self._healed_at: float | None = None
+        self._unequal: list[str] = []
+        """What stood against it when it was looked at last."""
+        self._begin = 0.0
+        self._orders: list[int] = []
+
+    def tell(self) -> Observed:
+        cluster, scenario = self._cluster, self._scenario
+        self._heard(f"starting {scenario.nodes} nodes ({cluster.hosts.kind})")
+        cluster.start()
+        cluster.everybody(Begin())
+        self._begin = time.monotonic()
+        last = _last_heal(scenario)
+        for number, step in enumerate(scenario.steps):
+            self._wait_until(self._begin + step.at_s)
+            if number == last:
+                cluster.everybody(Phase(AFTER))
+            self._do(step)
+            if number == last:
+                self._healed_at = time.monotonic()
+        self._wait_until(self._begin + scenario.end_s)
+        cluster.everybody(End(), scenario.load.deadline_s + 30.0)
+        end = time.monotonic()
+        self._mend()
+        if self._healed_at is None and last is None:
+            self._healed_at = end
+        return self._look(end)
+
+    # -- the steps
+
+    def _do(self, step: AnyStep) -> None:
+        cluster, what = self._cluster, type(step).__name__.lower()
+        node = self._node(step)
+        match step:
+            case Cut():
+                leader = self._leader() if any(LEADER in group for group in step.groups) else ""
+                groups = resolved(step.groups, leader)
+                cuts = cuts_of(step.shape, groups, cluster.nodes)
+                what = f"cut {step.shape} {' | '.join(' '.join(group) for group in groups)}".strip()
+                self._change("fault", what, lambda: cluster.hosts.cut(cuts), {"cut": cuts})
+            case Heal():
+                gone = [each for each in self._broken if each == "cut" or each.startswith(("loss", "slow"))]
+                self._change("heal", what, cluster.hosts.heal, {}, gone)
+            case Loss():
+                what = f"loss {step.percent:g} %"
+                self._change("fault", what, lambda: cluster.hosts.lose(step.percent), {"loss": frozenset()})
+            case Slow():
+                what = f"slow {node} to {step.kbit_s} kbit/s"
+                change = {f"slow {node}": frozenset[Direction]()}
+                self._change("fault", what, lambda: cluster.hosts.slow(node, step.kbit_s), change)
+            case Pause():
+                broken = {f"down {node} {step.part}": frozenset[Direction]()}
+                stop = lambda: cluster.signal(node, step.part, signal.SIGSTOP)  # noqa: E731
+                self._change("fault", f"pause {node} {step.part}", stop, broken)
+            case Resume():
+                go_on = lambda: cluster.signal(node, step.part, signal.SIGCONT)  # noqa: E731
+                self._change("heal", f"resume {node} {step.part}", go_on, {}, [f"down {node} {step.part}"])
+            case Kill():
+                broken = {f"down {node} {step.part}": frozenset[Direction]()}
+                self._change(
+                    "fault", f"kill {node} {step.part}", lambda: cluster.kill(node, step.part), broken
+                )
+            case Restart():
+                self._change(
+                    "heal", f"restart {node} {step.part}", lambda: cluster.restart(node, step.part), {},
+                    [f"down {node} {step.part}"],
+                )  # fmt: skip
+            case Scale() | Move() | Drain():
+                raise Unavailable(f"{what} is not in this version")
+        self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
+
+    def _node(self, step: AnyStep) -> str:
+        node = getattr(step, "node", "")
+        if node != LEADER:
+            return str(node)
+        if isinstance(step, Resume | Restart):  # whoever it was when it was hurt
+            downs = [each.split()[1] for each in self._broken if each.startswith("down")]
+            if not downs:
+                raise Unavailable("no leader was paused or killed, so none can come back")
+            return downs[0]
+        return self._leader()
+
+    def _change(
+        self,
+        kind: str,
+        what: str,
+        action: Callable[[], None],
+        broken: Mapping[str, frozenset[Direction]],
+        mended: Sequence[str] = (),
+    ) -> None:
+        """Do something, and know since when what is broken."""
+        if kind == "fault" and not self._episodes and not self._broken:
+            self._cluster.everybody(Phase(DURING))
+        if mended:
+            self._close_episode(time.monotonic())
+        action()
+        now = time.monotonic()
+        if not mended:
+            self._close_episode(now)
+        for each in mended:
+            self._broken.pop(each, None)
+        self._broken |= broken
+        self._since = now
+        self._marks.append(Mark(now, what, "fault" if kind == "fault" else "heal"))
+
+    def _close_episode(self, now: float) -> None:
+        if self._broken:
+            cuts = frozenset[Direction]().union(*self._broken.values())
+            self._episodes.append(Episode(self._since, now, sides(self._cluster.nodes, cuts), cuts))
+
+    def _mend(self) -> None:
+        """What a scenario leaves broken is mended to look at what is left."""
+        if not self._broken:
+            return
+        cluster = self._cluster
+        self._close_episode(time.monotonic())
+        for each in list(self._broken):
+            if each.startswith("down"):
+                _, node, part = each.split()
+                cluster.signal(node, part, signal.SIGCONT)  # type: ignore[arg-type]
+                cluster.restart(node, part)  # type: ignore[arg-type]
+        cluster.hosts.heal()
+        self._broken.clear()
+
+    def _leader(self) -> str:
+        """The host of the controllers' leader."""
+        deadline = time.monotonic() + LEADER_WITHIN_S
+        while True:
+            view = self._view()
+            if view.get("leader"):
+                return self._cluster.host_of(view["leader"])
+            if time.monotonic() > deadline:
+                raise Unavailable("the controllers name no leader")
+            time.sleep(0.1)
+
+    def _view(self) -> dict[str, Any]:
+        cluster = self._cluster
+        order = Told(cluster.controller_addresses(), "ClusterGet", {}, 1.0)
+        answer = next(iter(cluster.agents.values())).ask(order)
+        assert isinstance(answer, Done)
+        names = ("type", "controller", "leader", "term", "mode", "ring", "nodes", "operations")
+        return dict(zip(names, json.loads(answer.text), strict=False))
+
+    # -- waiting
+
+    def _wait_until(self, at: float) -> None:
+        """Meanwhile, once all is healed, see when the replicas are equal."""
+        while (now := time.monotonic()) < at:
+            if self._healed_at is not None and self._equal_at is None:
+                self._see_equal()
+                time.sleep(min(EQUAL_EVERY_S, max(0.0, at - time.monotonic())))
+            else:
+                time.sleep(min(0.05, at - now))
+
+    def _see_equal(self) -> None:
+        cluster, scenario = self._cluster, self._scenario
+        phases = [BEFORE, DURING] if _last_heal(scenario) is not None else [BEFORE, DURING, AFTER]
+        keys = eventual_keys(cluster.nodes, scenario.load.eventual, scenario.load.keys, phases)
+        if not keys:
+            self._equal_at = self._healed_at
+            return
+        try:
+            stored = self._stored(keys, [])
+        except Unavailable:
+            return
+        self._unequal = [f"{node} does not answer: {why}" for node, why in stored.missing.items()]
+        self._unequal += [_told(stored, key) for key in keys if not _equal(stored, key)]
+        if not self._unequal:
+            self._equal_at = time.monotonic()
+            self._heard(f"{self._equal_at - self._begin:6.2f} s: the replicas are equal")
+
+    def _stored(self, eventual: Sequence[str], strong: Sequence[str]) -> Stored:
+        order = States(list(eventual), list(strong), self._cluster.shard_addresses())
+        answer = next(iter(self._cluster.agents.values())).ask(order)
+        assert isinstance(answer, Stored)
+        return answer
+
+    # -- what is left
+
+    def _look(self, end: float) -> Observed:
+        cluster, scenario = self._cluster, self._scenario
+        assert self._healed_at is not None
+        deadline = self._healed_at + scenario.equal_within_s
+        while self._equal_at is None and time.monotonic() < max(deadline, end + 1.0):
+            self._see_equal()
+            time.sleep(EQUAL_EVERY_S)
+        self._heard("looking at what is left")
+        cluster.everybody(Save())
+        eventual, strong = self._keys(self._history())
+        cluster.everybody(Look(eventual, strong), 120.0)
+        stored = self._stored(eventual, strong)
+        cluster.everybody(Save())
+        return Observed(
+            cluster.nodes, self._begin, end, self._history(), self._marks, self._episodes, self._samples(),
+            ending=None if stored.missing else _ending(stored, eventual),
+            equal_s=None if self._equal_at is None else self._equal_at - self._healed_at,
+            owners={key: [cluster.host_of(each) for each in those] for key, those in stored.owners.items()},
+            orders_taken=len(self._orders), unequal=self._unequal,
+        )  # fmt: skip
+
+    def _history(self) -> History:
+        history = History()
+        decoder = msgspec.json.Decoder(Line)
+        for node in self._cluster.nodes:
+            lines = self._cluster.history_path(node).read_bytes().splitlines()
+            history.lines += [decoder.decode(line) for line in lines]
+        return history
+
+    def _samples(self) -> list[Sample]:
+        decoder = msgspec.json.Decoder(Sample)
+        return [
+            decoder.decode(line)
+            for node in self._cluster.nodes
+            for line in self._cluster.samples_path(node).read_bytes().splitlines()
+        ]
+
+    @staticmethod
+    def _keys(history: History) -> tuple[list[str], list[str]]:
+        """Records that somebody used: (eventual, strong)."""
+        eventual: set[str] = set()
+        strong: set[str] = set()
+        for line in history.lines:
+            if isinstance(line, Invoked) and line.kind not in ("publish", "fetch"):
+                (strong if line.kind in KINDS else eventual).update(line.keys)
+        return sorted(eventual), sorted(strong)
+
+
+def _last_heal(scenario: Scenario) -> int | None:
+    """The number of the step after which nothing is broken any more."""
+    broken: set[str] = set()
+    last: int | None = None
+    for number, step in enumerate(scenario.steps):
+        match step:
+            case Cut() | Loss() | Slow():
+                broken.add("network")
+                last = None
+            case Pause() | Kill():
+                broken.add(f"{step.node} {step.part}")
+                last = None
+            case Heal():
+                broken.discard("network")
+            case Resume() | Restart():
+                broken.discard(f"{step.node} {step.part}")
+        if last is None and not broken and isinstance(step, Heal | Resume | Restart):
+            last = number
+    return last
+
+
+def _equal(stored: Stored, key: str) -> bool:
+    owners = _copies(stored, key)
+    return len(owners) == len(stored.owners[key]) and all(each == owners[0] for each in owners)
+
+
+def _told(stored: Stored, key: str) -> str:
+    """How the owners of a record differ."""
+    return f"{key}: {dict(zip(stored.owners[key], _copies(stored, key), strict=False))}"
+
+
+def _copies(stored: Stored, key: str) -> list[Replica | None]:
+    """Of the owners that answered."""
+    return [_plain(stored.states[owner][key]) for owner in stored.owners[key] if owner in stored.states]
+
+
+def _plain(state: RecordState | None) -> Replica | None:
+    return None if state is None else _replica(state)
+
+
+def _replica(state: RecordState) -> Replica:
+    held = {
+        (each.replica, each.counter): None if each.value is None else each.value.decode()
+        for each in state.siblings
+    }
+    return Replica(dict(state.context), held)
+
+
+def _ending(stored: Stored, keys: Sequence[str]) -> Ending:
+    records: dict[str, dict[str, Replica]] = {key: {} for key in keys}
+    for node, states in stored.states.items():
+        for key, state in states.items():
+            if state is not None:
+                records[key][node] = _replica(state)
+    return Ending(records, intact=True)
