@@ -169,11 +169,8 @@ async def run_shard(
             partial(_held, machine, blocks, disk, cluster),
             marking,
             clock,
-<<<<<<< HEAD
-            presence,
-=======
             process.keeping.shed,
->>>>>>> main
+            presence,
         ),
         node=node,
         role="shard",
@@ -313,15 +310,11 @@ class ShardService:
         held: Callable[[Origin, BlockHoldings], BlockHeld],
         marking: Marking,
         clock: Callable[[], float],
-<<<<<<< HEAD
+        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _: (),
         presence: Presence | None = None,
     ) -> None:
-        self._presence = presence
-=======
-        shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _: (),
-    ) -> None:
         """``shed`` drops those of some blocks that the shard does not keep, and returns them."""
->>>>>>> main
+        self._presence = presence
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
         self._marking, self._clock = marking, clock
         self._shed = shed
