@@ -590,6 +590,22 @@ DEFINITIONS: tuple[Definition, ...] = (
         {"outcome": ("acked", "failed")},
     ),
     Definition(
+        "kvcomm_split_mode", "gauge", _SHARD,
+        "On which side of a split this shard is: 0 = all other shards of its ring answer it; 1 = some do not, "
+        "but it and those that do are a majority; 2 = they are none.",
+    ),
+    Definition(
+        "kvcomm_silent_peers", "gauge", _SHARD, "Other shards that do not answer this one at present.",
+    ),
+    Definition(
+        "kvcomm_silences_total", "counter", _SHARD,
+        "Times that one of the others fell silent. Growing steadily: a link that flaps.",
+    ),
+    Definition(
+        "kvcomm_split_seconds_total", "counter", _SHARD,
+        "Time in which some other shard did not answer this one.",
+    ),
+    Definition(
         "kvcomm_stood_still_total", "counter", _SHARD,
         "Times that this process stood still for a second or longer (stopped, paused machine, blocked loop).",
     ),

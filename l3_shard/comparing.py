@@ -14,8 +14,9 @@ that two comparisons carry at once, only costs a little traffic.
 A comparison also tells whether the other *vouched* for what it has: whether all that it acknowledged was in
 the comparison (see ``l3_shard.readiness``).  It does not where its disk is new, or has damaged records.
 
-After each exchange the comparison rests for
-as long as the exchange took, so that it never takes more than half of what a busy shard can do.
+After each exchange the comparison rests for as long as the exchange took, so that it never takes more than
+half of what a busy shard can do.  A shard that gains records is in a *hurry*: it has several exchanges under
+way, does not rest between them, and lists the next leaves meanwhile, as fast as its pace allows.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from kvcomm.wire.messages import (
 )
 from l3_shard import dvv
 from l3_shard.merkle import Descent
+from l3_shard.pace import Pace
 
 if TYPE_CHECKING:
     from l3_shard.desk import Desk
@@ -54,6 +56,10 @@ NODES_MAX = 256
 """Tree nodes a question: 36 KiB of digests."""
 LEAVES_MAX = 256
 EXCHANGE_KEYS = 256
+EXCHANGES_AT_ONCE = 3
+"""In a hurry: one is being read there, one is on its way, one is written here."""
+KEY_BYTES = 128
+"""A record takes on the network beside its values, about."""
 
 
 @dataclass(slots=True)
@@ -82,13 +88,29 @@ class CompareCounts:
         return self.fetched_bytes / self.fetched_count if self.fetched_count else 0.0
 
 
+class Hurry:
+    """How fast a shard fetches what it gains: ``rate`` bytes a second, all its comparisons together; 0 = as
+    fast as it can."""
+
+    def __init__(self, rate: int) -> None:
+        self._pace = Pace(rate, max(rate, 1)) if rate else None
+
+    def wait_s(self, now: float) -> float:
+        return 0.0 if self._pace is None else self._pace.wait_s(now)
+
+    def spend(self, size_bytes: int, now: float) -> None:
+        if self._pace is not None:
+            self._pace.spend(size_bytes, now)
+
+
 class Comparing:
     """One comparison with ``node``: make one, call :meth:`start` once.
 
     Args:
         done: hears the end; ``None`` = the replicas are equal (but for what was written meanwhile), else what
             went wrong.
-        keys_max: records exchanged at once.
+        keys_max: records of an exchange.
+        hurry: how fast to go; ``None`` = one exchange at a time, with rests.
         keeps: whether a stored key is ours to keep.
         merged: hears of each record that changed here, what it was before and after.
     """
@@ -105,6 +127,7 @@ class Comparing:
         counts: CompareCounts,
         *,
         keys_max: int = EXCHANGE_KEYS,
+        hurry: Hurry | None = None,
         keeps: Callable[[bytes], bool],
         merged: Callable[[bytes, RecordState, RecordState], None],
         done: Callable[[Message | None], None],
@@ -123,7 +146,10 @@ class Comparing:
         self._unmerged: Message | None = None
         """Why a record could not be merged here, if one could not: then we are not equal."""
         self._over = False
-        self._began_at = 0.0
+        self._hurry, self._at_once = hurry, 1 if hurry is None else EXCHANGES_AT_ONCE
+        self._open_count = 0
+        """Exchanges under way."""
+        self._listing = self._resting = False
         self._listed_leaves = self._listed_keys = 0
         """That were told by the other, and the keys in which we differ there."""
 
@@ -164,7 +190,7 @@ class Comparing:
         question = self._descent.next()
         if question is None:
             self._leaves.extend(self._descent.leaves)
-            self._next_leaves()
+            self._go_on()
         else:
             self._ask(TreeGet(self._epoch, self._me, *question), self._told)
 
@@ -182,12 +208,19 @@ class Comparing:
 
     # -- which records
 
-    def _next_leaves(self) -> None:
-        if not self._leaves:
-            self._end(None)
+    def _go_on(self) -> None:
+        """Have as many exchanges under way as may be, and keys listed for the next ones."""
+        while self._keys and self._open_count < self._at_once and not self._resting and not self._over:
+            self._exchange()
+        few = len(self._keys) <= (self._at_once - 1) * self._keys_max
+        if self._over or self._listing or not few or (self._open_count and self._hurry is None):
             return
-        leaves = list(self._leaves)[:LEAVES_MAX]
-        self._forest.list_leaves(leaves, partial(self._listed, leaves))
+        if self._leaves:
+            self._listing = True
+            leaves = list(self._leaves)[:LEAVES_MAX]
+            self._forest.list_leaves(leaves, partial(self._listed, leaves))
+        elif not self._keys and not self._open_count:
+            self._end(None)
 
     def _listed(self, leaves: Sequence[int], ours: Sequence[Sequence[Entry]] | None) -> None:
         if self._over:
@@ -206,49 +239,50 @@ class Comparing:
             return
         for _ in range(answer.leaf_count):
             self._leaves.popleft()
+        self._listing = False
         theirs = dict(zip(answer.keys, answer.digests, strict=True))
         mine = {
             entry.key: entry.digest
             for entries in ours[: answer.leaf_count]
             for entry in self._forest.shared(entries, self._node)
         }
-        self._keys.extend(
-            key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)
-        )
+        differing = [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
+        self._keys.extend(differing)
         self._listed_leaves += answer.leaf_count
-        self._listed_keys += len(self._keys)
-        self._found |= bool(self._keys)
-        self.differing_count += len(self._keys)
-        self._next_keys()
+        self._listed_keys += len(differing)
+        self._found |= bool(differing)
+        self.differing_count += len(differing)
+        self._go_on()
 
     # -- exchange
 
-    def _next_keys(self) -> None:
-        if self._over:
+    def _exchange(self) -> None:
+        wait_s = 0.0 if self._hurry is None else self._hurry.wait_s(self._desk.now)
+        if wait_s:
+            self._rest(wait_s)
             return
-        if not self._keys:
-            self._next_leaves()
-            return
-        keys = list(self._keys)[: self._keys_max]
-        self._began_at = self._desk.now
-        self._ask(RecordFetch(self._epoch, keys, compares=True), partial(self._fetched, keys))
+        keys = [self._keys.popleft() for _ in range(min(self._keys_max, len(self._keys)))]
+        self._open_count += 1
+        message = RecordFetch(self._epoch, keys, compares=True)
+        self._ask(message, partial(self._fetched, keys, self._desk.now))
 
-    def _fetched(self, keys: Sequence[bytes], answer: Message) -> None:
+    def _fetched(self, keys: Sequence[bytes], began_at: float, answer: Message) -> None:
         if isinstance(answer, Failure) and answer.code == TooLarge.code and len(keys) > 1:
-            self._keys_max = len(keys) // 2
-            self._next_keys()
+            self._keys_max = min(self._keys_max, len(keys) // 2)
+            self._keys.extendleft(reversed(keys))
+            self._open_count -= 1
+            self._go_on()
             return
         if not isinstance(answer, RecordStates) or len(answer.states) != len(keys):
             self._end(answer)
             return
         self.vouched &= not answer.degraded
-        for _ in keys:
-            self._keys.popleft()
+        size = sum(dvv.value_bytes(state) for state in answer.states if state is not None)
         self._counts.fetched_count += len(keys)
-        self._counts.fetched_bytes += sum(
-            dvv.value_bytes(state) for state in answer.states if state is not None
-        )
-        exchange = _Exchange(self, len(keys))
+        self._counts.fetched_bytes += size
+        if self._hurry is not None:
+            self._hurry.spend(size + KEY_BYTES * len(keys), self._desk.now)
+        exchange = _Exchange(self, len(keys), began_at)
         for key, state in zip(keys, answer.states, strict=True):
             self._merge(exchange, key, state or dvv.EMPTY)
 
@@ -266,11 +300,15 @@ class Comparing:
         self._counts.contradictions += exchange.contradiction_count
         if exchange.refusal is not None:
             self._unmerged = Failure(exchange.refusal.code, exchange.refusal.message)
-        self._push(list(exchange.lacking.items()))
+        self._push(exchange.began_at, list(exchange.lacking.items()))
 
-    def _push(self, lacking: list[tuple[bytes, RecordState]]) -> None:
+    def _push(self, began_at: float, lacking: list[tuple[bytes, RecordState]]) -> None:
         if not lacking:
-            self._rest()
+            self._open_count -= 1
+            if self._hurry is None:
+                self._rest(self._desk.now - began_at)
+            else:
+                self._go_on()
             return
         count = size = 0
         for _, state in lacking:
@@ -281,18 +319,24 @@ class Comparing:
         now, later = lacking[:count], lacking[count:]
         message = RecordReplicate(self._epoch, [key for key, _ in now], [state for _, state in now])
         held_bytes = sum(map(dvv.value_bytes, message.states))
-        self._ask(message, partial(self._pushed, count, later), held_bytes)
+        self._ask(message, partial(self._pushed, began_at, count, later), held_bytes)
 
-    def _pushed(self, count: int, later: list[tuple[bytes, RecordState]], answer: Message) -> None:
+    def _pushed(
+        self, began_at: float, count: int, later: list[tuple[bytes, RecordState]], answer: Message
+    ) -> None:
         if isinstance(answer, Done):
             self._counts.pushed += count
-            self._push(later)
+            self._push(began_at, later)
         else:
             self._end(answer)
 
-    def _rest(self) -> None:
-        took_s = self._desk.now - self._began_at
-        self._timers.at(self._desk.now + took_s, self._next_keys)
+    def _rest(self, rest_s: float) -> None:
+        self._resting = True
+        self._timers.at(self._desk.now + rest_s, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._go_on()
 
     def _ask(self, message: Message, then: Callable[[Message], None], held_bytes: int = 0) -> None:
         def unless_over(answer: Message) -> None:
@@ -305,7 +349,8 @@ class Comparing:
 class _Exchange:
     """Records being merged into ours."""
 
-    def __init__(self, comparing: Comparing, open_count: int) -> None:
+    def __init__(self, comparing: Comparing, open_count: int, began_at: float) -> None:
+        self.began_at = began_at
         self.lacking: dict[bytes, RecordState] = {}
         """What the other does not know yet."""
         self.pulled_count = 0

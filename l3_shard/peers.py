@@ -85,14 +85,19 @@ class _Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchCounts:
-    """Since start."""
+class WatchView:
+    """What a shard knows of the others at present."""
 
-    silenced: int
-    """Peers that fell silent."""
-    returned: int
-    split_s: float
-    """Time in another mode than ``whole``."""
+    silent: tuple[str, ...] = ()
+    """Those that do not answer it, sorted."""
+    mode: Mode = "whole"
+    late_s: float = 0.0
+    """By how much its own beat was late lately; decays."""
+    silenced_count: int = 0
+    """Times that one fell silent, since start."""
+    returned_count: int = 0
+    split_s: float = 0.0
+    """Time in another mode than ``whole``, since start."""
 
 
 class PeerWatch:
@@ -140,13 +145,10 @@ class PeerWatch:
             return "whole"
         return "majority" if 2 * (count - silent_count) > count else "minority"
 
-    @property
-    def late_s(self) -> float:
-        """By how much this shard's own beat was late lately; decays."""
-        return self._late_s
-
-    def counts(self) -> WatchCounts:
-        return WatchCounts(self._silenced_count, self._returned_count, self._split_s)
+    def view(self) -> WatchView:
+        return WatchView(
+            self.silent, self.mode, self._late_s, self._silenced_count, self._returned_count, self._split_s
+        )
 
     # -- what happens
 

@@ -43,7 +43,7 @@ from kvcomm.wire.messages import (
     TreeDigests,
     TreeGet,
 )
-from l3_shard.comparing import LEAVES_MAX, NODES_MAX, CompareCounts, Comparing
+from l3_shard.comparing import LEAVES_MAX, NODES_MAX, CompareCounts, Comparing, Hurry
 from l3_shard.desk import Desk, Request
 from l3_shard.forest import Forest
 from l3_shard.handoff import Handoff
@@ -75,6 +75,10 @@ class RepairOptions:
     tombstone_age_s: float = 24 * 3_600.0
     batch_keys: int = 64
     """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
+    gain_keys: int = 256
+    """The same while records are fetched that a move gives this shard."""
+    move_rate_bytes: int = 0
+    """A second, of those; 0 = as fast as it can."""
     retry_min_s: float = 0.2
     retry_max_s: float = 2.0
     scrub: ScrubOptions = field(default_factory=ScrubOptions)
@@ -175,6 +179,7 @@ class Repair:
         self._taken = taken
         self._new_cluster = ring().epoch == NO_RING.epoch
         self._compare_counts = CompareCounts()
+        self._hurry = Hurry(options.move_rate_bytes)
         self._removed_count = 0
         self._placed = b""
         self._readiness = Readiness(node, ring())
@@ -293,6 +298,7 @@ class Repair:
             if not self.ready and any(each.comparing is not None for each in self._neighbours.values()):
                 neighbour.waiting = True
                 return
+            hurry = self._readiness.wants(neighbour.node)
             neighbour.working = True
             neighbour.comparing = Comparing(
                 neighbour.node,
@@ -303,7 +309,8 @@ class Repair:
                 self.forest,
                 self._timers,
                 self._compare_counts,
-                keys_max=self._options.batch_keys,
+                keys_max=self._options.gain_keys if hurry else self._options.batch_keys,
+                hurry=self._hurry if hurry else None,
                 keeps=lambda key: bool(self._keepers(key)),
                 merged=self._recovery.merged,
                 done=partial(self._compared, neighbour, turn),

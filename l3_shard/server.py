@@ -38,10 +38,12 @@ from kvcomm.wire.messages import (
     RingMap,
     RingNode,
     ShardMove,
+    SplitReport,
 )
 from l3_shard.blockkeeping import BlockKeeping
 from l3_shard.blockmove import together
 from l3_shard.marking import Marking
+from l3_shard.peers import WatchView
 from l3_shard.presence import Presence
 from l3_shard.process import RecordOptions, RecordProcess
 from l3_shard.refill import held
@@ -96,6 +98,10 @@ class RunningShard:
     shed_counts: Callable[[], ShedCounts]
     move_status: Callable[[], ShardMove]
     """How far the shard is with a transition of the ring, and with what follows it."""
+    watch: Callable[[], WatchView]
+    """Which of the other shards answer this one, and on which side of a split it is."""
+    split: Callable[[], SplitReport | None]
+    """What became of the last split that it was in."""
     scrub_counts: Callable[[], Mapping[Database, ScrubCounts]]
     damaged_now: Callable[[], int]
     usage: Callable[[], StoreUsage]
@@ -264,6 +270,8 @@ class _Process:
             refill_counts=self.keeping.refill_counts,
             shed_counts=self.keeping.shed_counts,
             move_status=self._move_status,
+            watch=machine.watch_view,
+            split=machine.split,
             scrub_counts=records.scrub_counts,
             damaged_now=machine.damaged_now,
             usage=self._blocks.usage,

@@ -95,7 +95,7 @@ from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
-from l3_shard.peers import PeerWatch, WatchOptions
+from l3_shard.peers import PeerWatch, WatchOptions, WatchView
 from l3_shard.place import Groups, Place, place_of
 from l3_shard.proposer import OPS, READ
 from l3_shard.reading import Query, Reading, is_sound
@@ -1116,10 +1116,9 @@ class Shard:
             bytes_left=left_bytes,
         )
 
-    @property
-    def watch(self) -> PeerWatch | None:
-        """Which of the others answer, if anybody looks."""
-        return self._watch
+    def watch_view(self) -> WatchView:
+        """Which of the others answer this one; nobody is silent for a shard that does not look."""
+        return WatchView() if self._watch is None else self._watch.view()
 
     def split(self) -> SplitReport | None:
         """What became of the last split that this shard was in, as far as it is over; ``None`` = of none in

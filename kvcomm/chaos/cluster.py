@@ -90,6 +90,7 @@ class Birth:
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     """A shard; ``shard`` takes the place of the shipped class."""
     from l3_shard.desk import ShardLimits, strong_wait_s
+    from l3_shard.peers import WatchOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.ring import NO_RING
     from l3_shard.scrub import ScrubOptions
@@ -115,6 +116,7 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         ),
         notes=birth.notes,
         strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
+        watch=WatchOptions(),
     )
 
 
@@ -404,12 +406,22 @@ class Cluster:
         if not self._founded():
             self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
 
+    def recover(self, within_s: float) -> None:
+        """After all have lost power: run until every shard votes again and has its map, if there is time."""
+        self._run_until_founded(self.world.now + within_s)
+
     def _run_until_founded(self, until_s: float) -> None:
         while not self._founded() and self.world.now < until_s:
             self.world.run(self.world.now + 0.02)
 
     def _founded(self) -> bool:
-        return all(self.votes(name) for name in self.names if name not in self.retired)
+        running = [name for name in self.names if name not in self.retired]
+        return all(self.votes(name) and self._placed(name) for name in running)
+
+    def _placed(self, name: str) -> bool:
+        """Where there are controllers: whether a shard has been told the newest map again."""
+        shard = self.shard(name)
+        return self.controllers is None or (shard is not None and shard.machine.ring.epoch >= self.map.epoch)
 
     def votes(self, name: str) -> bool:
         """Whether a shard is up and votes on strong records."""

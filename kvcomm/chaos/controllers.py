@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 LEASE = "controller"
 RING, PLAN = (record_name("strong", "controller", name) for name in ("ring", "plan"))
 HEARTBEAT_S, TTL_S = 2.0, 6.0
-CAMPAIGN_S = 2.0
-"""Who waits for the lease looks whether it still should after so long."""
+CAMPAIGN_S = 1.5
+"""Who waits for the lease looks at it once in so long."""
 METADATA_S = 3.0
 """A read or write of the metadata is given up after so long."""
 RETRY_S = 0.5
@@ -428,15 +428,17 @@ class ControllerProcess(ShardProcess):
         self.host.soon(lambda: self.tell(Follows(holder, grant.epoch)))
 
     def _campaign(self) -> None:
-        until = self.host.clock() + CAMPAIGN_S
-        steps = self._leases.acquire(LEASE, self._tenure, until)
-        run_steps(steps, self.peers, until + METADATA_S, self._campaigned)
+        """One look, and one try if it is free."""
+        now = self.host.clock()
+        run_steps(
+            self._leases.acquire(LEASE, self._tenure, now), self.peers, now + METADATA_S, self._campaigned
+        )
 
     def _campaigned(self, epoch: int | None, error: KVCommError | None) -> None:
         if error is None and self._tenure.valid(self.host.clock()):
             self._lead()
         else:
-            self.host.after(RETRY_S * self.draw.unit(), self._campaign)
+            self.host.after(CAMPAIGN_S * self.draw.uniform(0.5, 1.0), self._campaign)
 
     def _lead(self) -> None:
         """The lease was granted, or renewed."""

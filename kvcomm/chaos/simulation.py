@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOUNDED_WITHIN_S = 60.0
 RESTARTED_WITHIN_S = 4.0
 LED_WITHIN_S = 20.0
-"""When the controllers lost power, too: until another leader has the lease, and shards their map."""
+"""When the controllers were killed, too: until there is a leader again, and shards have their map."""
 LOOKED_WITHIN_S = 300.0
 
 
@@ -134,7 +134,9 @@ def _settle(cluster: Cluster, nemesis: Nemesis, work: Work) -> list[Violation]:
     last = ending(cluster, nemesis)
     if plan.strong_percent:
         cluster.power_cut()
-        world.run(world.now + (LED_WITHIN_S if cluster.controllers is not None else RESTARTED_WITHIN_S))
+        world.run(world.now + RESTARTED_WITHIN_S)
+        if cluster.controllers is not None:
+            cluster.recover(LED_WITHIN_S)
         work.look_again()
         _until_looked(cluster, work)
     violations = cluster.violations + moved + work.workload.check(cluster.history, last)

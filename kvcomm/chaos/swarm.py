@@ -34,7 +34,7 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
-CONTROLLED = 0.0
+CONTROLLED = 0.6
 """Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
@@ -112,7 +112,7 @@ def _with_controllers(plan: Plan, draw: Draw) -> Plan:
         controllers=draw.weighted(((1, 1), (3, 3))),
         orders=(*orders, draw.choice(("grow", "shrink", "drain"))),
         order_every_s=draw.choice((0.8, 1.5, 3.0)),
-        repair_interval_s=1.0,
+        repair_interval_s=3.0,
         faults=(
             *plan.faults,
             *draw.some(CONTROLLER_FAULTS, draw.between(0, 5) if plan.faults else 0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcomm.blockstore import BlockStore, Depot
@@ -37,7 +38,9 @@ class ShardBackend(StoreBackend):
         self._peers: dict[str, AsyncPeers] = {}
 
     def status(self) -> NodeStatus:
-        return self._process.status(self._store, self._running.ring().epoch, self._disk)
+        view = self._running.watch()
+        status = self._process.status(self._store, self._running.ring().epoch, self._disk)
+        return replace(status, mode=view.mode, silent=view.silent)
 
     def ring(self) -> RingMap | None:
         ring = self._running.ring()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvcomm.serve import DataServer
     from kvcomm.wire.control_codec import NodeStatus
     from l2_rdma.warming import Warming
+    from l3_shard.peers import WatchView
     from l3_shard.refilling import RefillCounts
     from l3_shard.repair import RepairCounts
     from l3_shard.scrub import ScrubCounts
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
 
 RACK = "rack-0"
 """Where a node is that nobody said it of."""
+
+
+SPLIT_MODES = ("whole", "majority", "minority")
+"""By the number that the metric shows."""
 
 
 class NodeProcess:
@@ -299,6 +304,14 @@ class NodeProcess:
         metrics.gauge("kvcomm_move_records_left").set(move.records_left)
         metrics.gauge("kvcomm_move_blocks_left").set(move.blocks_left)
         metrics.gauge("kvcomm_move_bytes_left").set(move.bytes_left)
+
+    def refresh_watch(self, view: WatchView) -> None:
+        """The same for what it knows of the other shards."""
+        metrics = self.metrics
+        metrics.gauge("kvcomm_split_mode").set(SPLIT_MODES.index(view.mode))
+        metrics.gauge("kvcomm_silent_peers").set(len(view.silent))
+        metrics.counter("kvcomm_silences_total").advance_to(view.silenced_count)
+        metrics.counter("kvcomm_split_seconds_total").advance_to(view.split_s)
 
     def refresh_scrub(self, scrubs: Mapping[Database, ScrubCounts], damaged_now: int) -> None:
         """The same for what goes over them on the disk."""

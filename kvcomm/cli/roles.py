@@ -161,6 +161,7 @@ def shard(
 async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.heart import Vitals
     from l3_shard.presence import Presence
     from l3_shard.ring import NO_RING
     from l3_shard.server import run_shard
@@ -180,6 +181,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.metrics.gauge("kvcomm_disk_full").set(running.disk_full())
                 process.refresh_disk(disk, running.refill_counts())
                 process.refresh_move(running.move_status(), running.shed_counts())
+                process.refresh_watch(running.watch())
                 process.refresh_scrub(running.scrub_counts(), running.damaged_now())
                 process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
                 process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
@@ -193,6 +195,9 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 refresh,
                 ring=backend.ring,
                 took_ring=running.adopt,
+                vitals=lambda: Vitals(
+                    silent=running.watch().silent, move=running.move_status(), split=running.split()
+                ),
                 reports=running.marking.reports,
             )
             announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
@@ -313,6 +318,7 @@ def _publish(instance: Instance, ring: RingMap) -> None:
 def _shard_options(process: NodeProcess) -> ShardOptions:
     from kvcomm.validators import Validators
     from l3_shard.desk import ShardLimits, strong_wait_s
+    from l3_shard.peers import WatchOptions
     from l3_shard.refilling import RefillOptions
     from l3_shard.repair import RepairOptions
     from l3_shard.scrub import ScrubOptions
@@ -333,6 +339,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             cluster.hint_bytes,
             cluster.hint_age_s,
             cluster.tombstone_age_s,
+            move_rate_bytes=cluster.move_rate_bytes,
             scrub=ScrubOptions(settings.storage.scrub_interval_s, settings.storage.scrub_rate_bytes),
         ),
         refill=RefillOptions(
@@ -342,6 +349,7 @@ def _shard_options(process: NodeProcess) -> ShardOptions:
             cluster.move_blocks_limit_s,
         ),
         validators=Validators(settings.records.validators),
+        watch=WatchOptions(cluster.heartbeat_s),
     )
 
 

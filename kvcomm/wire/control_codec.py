@@ -53,6 +53,10 @@ class NodeStatus:
     usage: StoreUsage | None
     disk: DepotUsage | None = None
     """Of a shard with a disk tier."""
+    mode: str = ""
+    """Of a shard: ``whole``, ``majority`` or ``minority``, by which other shards answer it."""
+    silent: tuple[str, ...] = ()
+    """Shards that do not answer it."""
 
 
 # -- status --------------------------------------------------------------------------------------------------
@@ -69,6 +73,8 @@ def status_to_pb(status: NodeStatus) -> pb.StatusReply:
         uptime_seconds=status.uptime_s,
         usage=_usage_to_pb(status.usage) if status.usage else None,
         disk=pb.DepotUsage(**asdict(status.disk)) if status.disk else None,
+        mode=status.mode,
+        silent=status.silent,
     )
 
 
@@ -83,6 +89,8 @@ def status_from_pb(reply: pb.StatusReply) -> NodeStatus:
         uptime_s=reply.uptime_seconds,
         usage=_usage_from_pb(reply.usage) if reply.HasField("usage") else None,
         disk=_disk_from_pb(reply.disk) if reply.HasField("disk") else None,
+        mode=reply.mode,
+        silent=tuple(reply.silent),
     )
 
 

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "role", "instance", "version", "incarnation", "epoch", "uptime_seconds", "usage", "disk")
+    __slots__ = ("node", "role", "instance", "version", "incarnation", "epoch", "uptime_seconds", "usage", "disk", "mode", "silent")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,8 @@ class StatusReply(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
     node: str
     role: str
     instance: str
@@ -30,7 +32,9 @@ class StatusReply(_message.Message):
     uptime_seconds: float
     usage: StoreUsage
     disk: DepotUsage
-    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., usage: _Optional[_Union[StoreUsage, _Mapping]] = ..., disk: _Optional[_Union[DepotUsage, _Mapping]] = ...) -> None: ...
+    mode: str
+    silent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., usage: _Optional[_Union[StoreUsage, _Mapping]] = ..., disk: _Optional[_Union[DepotUsage, _Mapping]] = ..., mode: _Optional[str] = ..., silent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreUsage(_message.Message):
     __slots__ = ("capacity_bytes", "used_bytes", "reserved_bytes", "pinned_bytes", "block_count", "evicted_count", "quarantined_count")

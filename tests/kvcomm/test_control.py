@@ -82,7 +82,18 @@ class Backend:
 
     def status(self) -> NodeStatus:
         epoch = self.current.epoch if self.current else 0
-        return NodeStatus("shard-0", "shard", "one", "0.1.0", Incarnation(2**64 - 1), epoch, 1.5, USAGE)
+        return NodeStatus(
+            "shard-0",
+            "shard",
+            "one",
+            "0.1.0",
+            Incarnation(2**64 - 1),
+            epoch,
+            1.5,
+            USAGE,
+            mode="minority",
+            silent=("shard-1",),
+        )
 
     def ring(self) -> RingMap | None:
         return self.current

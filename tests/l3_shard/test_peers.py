@@ -182,8 +182,8 @@ def test_each_side_of_a_split_knows_which_it_is(sides: tuple[str, str], modes: t
     world.run(0.5)
     assert all(node.watch.mode == "whole" and not node.watch.silent for node in world.nodes.values())
     for node in world.nodes.values():
-        counts = node.watch.counts()
-        assert counts.silenced == counts.returned and 20.0 < counts.split_s < 25.0
+        counts = node.watch.view()
+        assert counts.silenced_count == counts.returned_count and 20.0 < counts.split_s < 25.0
 
 
 @pytest.mark.parametrize("cut", [("a", "b"), ("b", "a")])
@@ -253,8 +253,8 @@ def test_who_is_starved_blames_nobody(lag_s: float) -> None:
     world = World("abc")
     world.nodes["b"].lag_s = lag_s
     world.run(600.0)
-    assert not world.nodes["b"].said and world.nodes["b"].watch.late_s > 0.2 * lag_s
-    assert world.nodes["a"].watch.late_s == 0.0
+    assert not world.nodes["b"].said and world.nodes["b"].watch.view().late_s > 0.2 * lag_s
+    assert world.nodes["a"].watch.view().late_s == 0.0
 
 
 def test_a_starved_process_finds_out_about_a_real_silence_all_the_same() -> None:

@@ -173,7 +173,7 @@ def test_a_split_of_three_is_told_by_all_of_them_and_soon_over() -> None:
     assert all(report.lasted_s > 30.0 and 0.0 <= report.equal_after_s < 3.0 for report in reports.values())
     assert reports["a"].hints_drained >= 12, "what a and b agreed on"
     assert reports["c"].merged >= 12 and reports["c"].siblings_kept == 6
-    assert all(shard.watch.mode == "whole" for shard in cluster.shards.values() if shard.watch)
+    assert all(shard.watch_view().mode == "whole" for shard in cluster.shards.values())
 
 
 def test_without_hints_comparing_finds_it_at_once() -> None:
@@ -198,7 +198,7 @@ def test_the_minority_says_so_and_what_it_wrote_is_kept() -> None:
     cluster.run(5.0)
     cluster.sides = ("abc", "de")
     cluster.run(10.0)
-    modes = {name: shard.watch.mode for name, shard in cluster.shards.items() if shard.watch}
+    modes = {name: shard.watch_view().mode for name, shard in cluster.shards.items()}
     assert modes == dict.fromkeys("abc", "majority") | dict.fromkeys("de", "minority")
     assert isinstance(cluster.put("a", b"k", b"1"), RecordVersions)
     assert not isinstance(cluster.put("d", b"k", b"2"), RecordVersions)
@@ -214,7 +214,7 @@ def test_a_heal_is_noticed_as_soon_whatever_the_split_lasted(seconds: float) -> 
     cluster.run(5.0)
     cluster.sides = ("a", "bc")
     cluster.run(cluster.now + 4.0 + seconds)
-    assert cluster.shards["a"].watch is not None and cluster.shards["a"].watch.silent == ("b", "c")
+    assert cluster.shards["a"].watch_view().silent == ("b", "c")
     cluster.sides = ()
     cluster.run(cluster.now + 0.5)
-    assert cluster.shards["a"].watch.silent == ()
+    assert cluster.shards["a"].watch_view().silent == ()
