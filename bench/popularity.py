@@ -19,8 +19,8 @@ VARIABLE = "KVCOMM_TRACES"
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "traces"
 KEY_BYTES = 32
 
-Reference = tuple[float, bytes]
-"""(seconds, key), in the order of time."""
+Reference = tuple[float, bytes, int]
+"""(seconds, key, reader), in the order of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,13 @@ class Drawn:
             ranks = draw.choices(range(self.key_count), cum_weights=weights, k=self.events // 2)
             begin = half * (self.events // 2)
             for index, rank in enumerate(ranks, start=begin):
-                yield index * step_s, names[rank]
+                yield index * step_s, names[rank], draw.randrange(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The blocks that the requests of a trace name, each once a request.
+    """The blocks that the requests of a trace name, each once a request; a session has one reader, where
+    there are sessions.
 
     Raises:
         FileNotFoundError: the trace is not there; the message says where it was looked for.
@@ -76,10 +77,10 @@ def trace_path(name: str) -> Path:
 def _listed(path: Path) -> Iterator[Reference]:
     """``{"timestamp": ms, "hash_ids": [...]}`` a line."""
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
+        for number, line in enumerate(lines):
             request = json.loads(line)
             for block in request["hash_ids"]:
-                yield request["timestamp"] / 1_000, block.to_bytes(KEY_BYTES, "big")
+                yield request["timestamp"] / 1_000, block.to_bytes(KEY_BYTES, "big"), number
 
 
 def _runs(path: Path, sessions_max: int) -> Iterator[Reference]:
@@ -95,7 +96,7 @@ def _runs(path: Path, sessions_max: int) -> Iterator[Reference]:
     for at, session, runs in requests:
         for first, length in runs:
             for block in range(first, first + length):
-                yield at, (session << 40 | block).to_bytes(KEY_BYTES, "big")
+                yield at, (session << 40 | block).to_bytes(KEY_BYTES, "big"), session
 
 
 class Exact:

@@ -137,10 +137,11 @@ class Leadership:
         return self._tenure.valid(self._now())
 
     def _tell_whom_we_follow(self) -> None:
-        seen = self._tenure.seen
-        if seen is None or self._tenure.valid(self._now()):
+        """One whose time is over without a sign of it leads no more, even if nobody else can yet."""
+        seen, now = self._tenure.seen, self._now()
+        if seen is None or self._tenure.valid(now):
             return
-        followed = (node_of(seen.holder), seen.epoch)
+        followed = (node_of(seen.holder) if now < self._tenure.free_at() else "", seen.epoch)
         if followed != self._followed:
             self._followed = followed
             self._follows(*followed)

@@ -228,10 +228,12 @@ class Shell:
             resolve=self._resolve,
         )
         self.advising = Advising()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._leading: asyncio.Future[None] | None = None
+        self._recalling: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
-        self._spawn(self._lead())
+        self._leading = self._spawn(self._lead())
         self._spawn(self.hot.run())
 
     def received(self, origin: Origin, message: Message, reply: ReplyFunction) -> None:
@@ -252,6 +254,9 @@ class Shell:
 
     async def step_down(self) -> None:
         """Stop leading, so that another may at once."""
+        if self._leading is not None:
+            self._leading.cancel()
+            await asyncio.gather(self._leading, return_exceptions=True)
         if self.term:
             self._deposed()
             await self.leadership.release(RELEASE_S)
@@ -284,7 +289,9 @@ class Shell:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Recall():
-                self._spawn(self._recall(effect.ticket))
+                if self._recalling is not None:
+                    self._recalling.cancel()  # the machine has asked anew
+                self._recalling = self._spawn(self._recall(effect.ticket))
             case Note():
                 self._spawn(self._note(effect))
             case Publish():
@@ -301,12 +308,13 @@ class Shell:
         outcome = await self.leadership.note(effect.name, effect.value)
         self.runtime.deliver(Noted(effect.ticket, outcome))
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Future[None]) -> None:
         """A bug in one of them must not stay unheard."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()

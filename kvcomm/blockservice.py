@@ -99,6 +99,8 @@ class BlockService:
         self._channels = channels
         self.grant_counts: dict[str, int] = {}
         """Reservations asked for since start, by the answer."""
+        self.asked_count = self.found_count = 0
+        """Blocks that clients asked for since start, and those of them that were there."""
         # Puts whose payload is being received.
         self._arriving: dict[tuple[ConnectionId, int], list[Grant]] = {}
         self._handlers: dict[type[Message], Callable[[Origin, Message], Message]] = {
@@ -166,6 +168,9 @@ class BlockService:
             missing = [key for key, lease in zip(keys, leases, strict=True) if lease is None]
             present = self._depot.present(missing, tenant)
             below = [key for key, there in zip(missing, present, strict=True) if there]
+        if use:
+            self.asked_count += len(keys)
+            self.found_count += len(leases) - leases.count(None) + len(below)
         if self._depot is None or not below:
             _send(keys, leases, {}, reply)
         else:

@@ -350,10 +350,15 @@ def _counting(
     return counted
 
 
+def pools_near(ring: RingMap, rack: str) -> Sequence[RingNode]:
+    """Those of the rack; all, if it has none or is not named."""
+    return [node for node in ring.pools if node.rack == rack] or ring.pools
+
+
 def _rack(
     settings: Config, door: _Door, identity: Identity, slabs: Slabs, newest: Callable[[], RingMap]
 ) -> L2Tier:
-    """The pools of our rack (all, where it has none or we do not say where we are), as the ring changes."""
+    """The pools that are near, as the ring changes."""
     from l2_rdma.attachment import AttachOptions
     from l2_rdma.rack import Pool
     from l2_rdma.tier import L2Tier
@@ -367,7 +372,7 @@ def _rack(
         nonlocal seen
         now = newest()
         if seen[0] is not now:
-            near = [node for node in now.pools if node.rack == network.rack] or now.pools
+            near = pools_near(now, network.rack)
             seen = now, [Pool(node.node, door.dial(node), node.weight) for node in near]
         return seen[1]
 

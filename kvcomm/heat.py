@@ -42,7 +42,7 @@ BLOCKS_MAX, RECORDS_MAX = 160, 64
 NAMES_BYTES_MAX = 4_096
 """All record names of one report together."""
 EXACT_KEYS = 4_096
-SUMMARY_KEYS = 1_024
+SUMMARY_KEYS = 2_048
 PUBLISHERS_MAX = 1_024
 
 
@@ -105,10 +105,13 @@ class Window:
         return found
 
     def _begin(self) -> tuple[dict[bytes, float], dict[bytes, float]]:
-        """What has been counted exactly, which is forgotten here."""
+        """What has been counted exactly, which is forgotten here.
+
+        As copies: another thread may still be counting into what was there.
+        """
         counts, errors = self._counts, self._errors
         self._counts, self._errors = {}, {}
-        return counts, errors
+        return counts.copy(), errors.copy()
 
     def _fold(self) -> None:
         counts, errors = self._begin()
@@ -208,7 +211,9 @@ class Heat:
             lasted_s,
             heats(self._blocks.drain(BLOCKS_MAX)),
             _within(heats(self._records.drain(RECORDS_MAX)), NAMES_BYTES_MAX),
-            traffic=[AgentTraffic(self._agent, self._rack, heaviest(fetched.values()))] if fetched else [],
+            traffic=[AgentTraffic(self._agent, self._rack, heaviest(fetched.copy().values()))]
+            if fetched
+            else [],
         )
 
 

@@ -13,7 +13,8 @@ may go wrong with copies, and why it does not:
   ask for a fresh answer.  A write based on a copy replaces exactly what the copy showed, as with any read.
 * **Degraded** answers are never kept.  Strong records and leases never come here: they are read otherwise.
 
-Bounded by ``entries_max`` and ``bytes_max``; the one that was kept longest goes first.
+Bounded by ``entries_max``, the one that was kept longest goes first; an answer over ``answer_bytes_max`` is
+not kept.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from typing import NamedTuple
 from kvcomm.tier import RecordAnswer
 from kvcomm.wire.messages import Dots
 
-ENTRIES_MAX = 4_096
-BYTES_MAX = 16 << 20
+ENTRIES_MAX = 128
+"""Twice as many as the controllers call hot."""
+ANSWER_BYTES_MAX = 256 << 10
+WRITTEN_MAX = 4_096
+"""Own writes remembered."""
 
 
 class _Copy(NamedTuple):
     answer: RecordAnswer
     sent_at: float
-    size_bytes: int
 
 
 class HotCopies:
@@ -43,15 +46,18 @@ class HotCopies:
     """
 
     def __init__(
-        self, age_s: float = 1.0, *, entries_max: int = ENTRIES_MAX, bytes_max: int = BYTES_MAX
+        self,
+        age_s: float = 1.0,
+        *,
+        entries_max: int = ENTRIES_MAX,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
         if age_s < 0:
             raise ValueError(f"an age is 0 seconds or more, got {age_s}")
         self.age_s = age_s
-        self._entries_max, self._bytes_max = entries_max, bytes_max
+        self._entries_max, self._answer_bytes_max = entries_max, answer_bytes_max
         self._copies: OrderedDict[bytes, _Copy] = OrderedDict()
         self._written: OrderedDict[bytes, float] = OrderedDict()  # own writes, and when
-        self._used_bytes = 0
         self.answered_count = 0
         """Reads answered from a copy, since start; and so on."""
         self.kept_count = 0
@@ -80,16 +86,13 @@ class HotCopies:
         """An answer has come, whose request was sent not before ``sent_at``."""
         if not answer.hot or answer.degraded or not self.age_s or self._wrote(name, now):
             return
-        size_bytes = len(name) + sum(map(len, answer.values))
-        if now - sent_at > self.age_s or size_bytes > self._bytes_max:
+        if now - sent_at > self.age_s or sum(map(len, answer.values)) > self._answer_bytes_max:
             return
         self._drop(name)
-        self._copies[name] = _Copy(answer, sent_at, size_bytes)
-        self._used_bytes += size_bytes
+        self._copies[name] = _Copy(answer, sent_at)
         self.kept_count += 1
-        while len(self._copies) > self._entries_max or self._used_bytes > self._bytes_max:
-            _, gone = self._copies.popitem(last=False)
-            self._used_bytes -= gone.size_bytes
+        if len(self._copies) > self._entries_max:
+            self._copies.popitem(last=False)
             self.dropped_count += 1
 
     def wrote(self, name: bytes, now: float) -> None:
@@ -99,7 +102,7 @@ class HotCopies:
         self._drop(name)
         self._written.pop(name, None)
         self._written[name] = now
-        while len(self._written) > self._entries_max:
+        if len(self._written) > WRITTEN_MAX:
             self._written.popitem(last=False)
 
     def _wrote(self, name: bytes, now: float) -> bool:
@@ -107,7 +110,5 @@ class HotCopies:
         return at is not None and now - at <= self.age_s
 
     def _drop(self, name: bytes) -> None:
-        copy = self._copies.pop(name, None)
-        if copy is not None:
-            self._used_bytes -= copy.size_bytes
+        if self._copies.pop(name, None) is not None:
             self.dropped_count += 1

@@ -688,9 +688,11 @@ def reference() -> str:
     lines = list(_PREAMBLE)
     for scopes, title in (
         (_CLIENT, "Agents"),
+        (_SERVERS, "Pools, shards and controllers"),
         (_NODES, "Pools and shards"),
         (_SHARD, "Shards only"),
         (_POOL, "Pools only"),
+        (_CONTROLLER, "Controllers only"),
     ):
         lines += ["", f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
         for each in DEFINITIONS:

@@ -30,6 +30,7 @@ from kvcomm.block import Buffer, Incarnation
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.errors import Corrupt, KVCommError, Refused, TooLarge, Unavailable
 from kvcomm.machine import ConnectionId, Origin
+from kvcomm.metrics import Histogram
 from kvcomm.rpc import droptable
 from kvcomm.rpc.droptable import Gate, Peer
 from kvcomm.rpc.session import KEY_VECTOR
@@ -40,6 +41,10 @@ from kvcomm.wire.deadlines import overdue_s, stamp_of
 from kvcomm.wire.frames import KNOWS_STAMPS, MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
+    BlockGet,
+    BlockLookup,
+    BlockPut,
+    BlockReserve,
     Done,
     DropOrder,
     Failure,
@@ -47,6 +52,11 @@ from kvcomm.wire.messages import (
     Message,
     Ping,
     Pong,
+    RecordGet,
+    RecordPut,
+    RecordScan,
+    StrongChange,
+    StrongRead,
     Welcome,
 )
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox
@@ -65,6 +75,13 @@ class ReplyFunction(Protocol):
         ...
 
 
+CLIENT_MESSAGES = frozenset(
+    {
+        BlockLookup, BlockGet, BlockPut, BlockReserve, RecordGet, RecordPut, RecordScan, StrongRead,
+        StrongChange,
+    }
+)  # fmt: skip
+"""What clients ask for; everything else is housekeeping, or spoken among nodes."""
 HELLO_BYTES_MAX = 4096
 UNPLACED_BYTES_MAX = 16 << 20
 """Largest payload that is received into a fresh buffer, when the service names no destination."""
@@ -157,6 +174,8 @@ class DataServer:
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
+        self.client_seconds = Histogram()
+        """Of requests of clients: from their arrival, or their payload's beginning, to the answer."""
         self.request_counts: dict[type[Message], int] = {}
         """Requests received since start, by message; a plain dictionary, taken over when somebody looks."""
 
@@ -242,7 +261,8 @@ class _Accepted:
         self._unheard: Frame | None = None
         """Its ``Hello``, while the drop table says that it is not heard."""
         self._refused: dict[int, KVCommError] = {}
-        self._unanswered: set[int] = set()
+        self._unanswered: dict[int, float] = {}
+        """Request -> when it came; 0 = it is no client's."""
         self._knows_stamps = False
         self._corked = False
         self._ended = False
@@ -276,7 +296,8 @@ class _Accepted:
             if left is not None:
                 left()
             return
-        self._unanswered.remove(number)
+        if came_at := self._unanswered.pop(number):
+            self._server.client_seconds.observe(self._server.clock() - came_at)
         try:
             frame = encode_frame(number, message, payload, self._stamp())
         except TooLarge as error:
@@ -358,7 +379,7 @@ class _Accepted:
         kind, counts = type(frame.message), self._server.request_counts
         counts[kind] = counts.get(kind, 0) + 1
         if not frame.payload:  # else it began when its payload did
-            self._begin(frame.request)
+            self._begin(frame.request, kind)
         reply = _Reply(self, frame.request)
         try:
             if frame.request in self._refused:
@@ -393,7 +414,7 @@ class _Accepted:
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
         assert self._origin is not None, "no payload is taken before Hello"
-        self._begin(number)
+        self._begin(number, type(message))
         try:
             pieces = self._service.sink(self._asked(self._origin, number), message, payload_bytes)
             if pieces is None and payload_bytes > UNPLACED_BYTES_MAX:
@@ -403,10 +424,10 @@ class _Accepted:
             return discard(payload_bytes)
         return pieces
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, kind: type[Message]) -> None:
         if number in self._unanswered:
             raise Corrupt(f"request {number} is not answered yet, and its number is used again")
-        self._unanswered.add(number)
+        self._unanswered[number] = self._server.clock() if kind in CLIENT_MESSAGES else 0.0
 
     @staticmethod
     def _asked(caller: Origin, number: int) -> Origin:

@@ -152,30 +152,27 @@ class StatePlane:
         """From copies as far as they go, the rest from the shards."""
         if self._heat is not None:
             self._heat.read_records(names)
-        copies = self._copies
-        if copies is None:
-            return (yield from self._ask(names, least))
-        begun = self._clock()
-        answers: dict[int, RecordAnswer] = {}
-        if copies and not fresh:
-            for index, name in enumerate(names):
-                if (copy := copies.get(name, least[index], begun)) is not None:
-                    answers[index] = copy
-        rest = (
-            [index for index in range(len(names)) if index not in answers] if answers else range(len(names))
-        )
+        copies, begun = self._copies, self._clock()
+        if not copies or fresh:
+            return (yield from self._ask(names, least, begun))
+        answers = [copies.get(name, known, begun) for name, known in zip(names, least, strict=True)]
+        rest = [index for index, answer in enumerate(answers) if answer is None]
         if rest:
             asked = [names[index] for index in rest]
-            told = yield from self._ask(asked, [least[index] for index in rest])
+            told = yield from self._ask(asked, [least[index] for index in rest], begun)
             for index, answer in zip(rest, told, strict=True):
                 answers[index] = answer
-                if answer.hot:
-                    copies.keep(names[index], answer, begun, self._clock())
-        return [answers[index] for index in range(len(names))]
+        return [answer for answer in answers if answer is not None]
 
-    def _ask(self, names: Sequence[bytes], least: Sequence[Dots]) -> Steps[list[RecordAnswer]]:
+    def _ask(self, names: Sequence[bytes], least: Sequence[Dots], begun: float) -> Steps[list[RecordAnswer]]:
+        """From the shards; what is hot is kept."""
         reading = self._records.record_get(names, least)
-        return (yield from (reading if self._heat is None else self._heat.riding(reading)))
+        answers = yield from (reading if self._heat is None else self._heat.riding(reading))
+        if self._copies is not None:
+            for name, answer in zip(names, answers, strict=True):
+                if answer.hot:
+                    self._copies.keep(name, answer, begun, self._clock())
+        return answers
 
     def put(self, writes: Sequence[tuple[bytes, bytes | None, Dots | None]]) -> Steps[list[Context]]:
         """Write ``(name, value or None to delete, context or None for the remembered one)`` in one batch;

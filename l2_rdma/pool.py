@@ -81,6 +81,9 @@ class RunningPool:
     server: DataServer
     grant_counts: Mapping[str, int]
     """Reservations asked for since start, by the answer."""
+    block_counts: Callable[[], tuple[int, int]]
+    """Blocks asked for over the data wire since start, and those of them that were here; reads of its memory
+    are not seen."""
     transports: Sequence[str]
     """One-sided ways into its memory that it offers."""
     refused_transports: Mapping[str, str]
@@ -235,6 +238,7 @@ async def run_pool(
                     owner,
                     server,
                     service.grant_counts,
+                    lambda: (service.asked_count, service.found_count),
                     list(found.running),
                     dict(found.refused),
                     warming,

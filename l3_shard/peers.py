@@ -44,6 +44,7 @@ LATE_S = 0.1
 """A beat that is later than this is no accident of scheduling."""
 STOPPED_S = 0.5
 """One that is later than this found a process that stood still."""
+HASTY_S = 0.5
 PINGS_MAX = 8
 """Open at a time, to one peer."""
 RELAPSE_S = 10.0
@@ -75,6 +76,8 @@ class _Peer:
     open_since: float | None = None
     """Since when it has been asked and has not answered anything."""
     open_count: int = 0
+    hasty: bool = False
+    """Whether the last question had little patience."""
     silent_since: float | None = None
     """When its last sign of life was, if it is silent."""
     returned_at: float = -math.inf
@@ -105,6 +108,7 @@ class PeerWatch:
 
     Args:
         silenced: hears who has fallen silent.
+        gone: hears which silent peer is in the ring no more.
         returned: hears who answers again, and since when it had been silent.
     """
 
@@ -117,11 +121,12 @@ class PeerWatch:
         *,
         ring: Callable[[], Ring],
         silenced: Callable[[str], None],
+        gone: Callable[[str], None],
         returned: Callable[[str, float], None],
     ) -> None:
         self._node, self._options = node, options
         self._desk, self._timers, self._ring = desk, timers, ring
-        self._silenced, self._returned = silenced, returned
+        self._silenced, self._gone, self._returned = silenced, gone, returned
         self._peers: dict[str, _Peer] = {}
         self._beat_at: float | None = None
         self._beat_number = 0
@@ -156,7 +161,10 @@ class PeerWatch:
         """Whoever is new has just been heard, for all that we know."""
         ring, now = self._ring(), self._desk.now
         others = [name for name in ring.names if name != self._node] if self._node in ring else []
-        self._peers = {name: self._peers.get(name) or _Peer(name, now) for name in others}
+        was, self._peers = self._peers, {name: self._peers.get(name) or _Peer(name, now) for name in others}
+        for name, peer in was.items():
+            if name not in self._peers and peer.silent_since is not None:
+                self._gone(name)
         if self._peers and self._beat_at is None:
             self._counted_at = now
             self._plan(now)
@@ -220,13 +228,17 @@ class PeerWatch:
             self._ping(peer)
 
     def _ping(self, peer: _Peer) -> None:
+        """A silent peer is asked with little patience every other time: a request that comes to nothing has
+        the next one go over a new connection (``kvcomm.rpc.asynchronous``), and over the old one a network
+        that is back may stay unnoticed for long."""
         if peer.open_since is None:
             peer.open_since = self._desk.now
-        if peer.open_count < PINGS_MAX:
-            peer.open_count += 1
-            self._desk.ask(
-                peer.node, Ping(), partial(self._ponged, peer), timeout_s=max(1.0, self._options.silence_s)
-            )
+        if peer.open_count == PINGS_MAX:
+            return
+        peer.open_count += 1
+        peer.hasty = peer.silent_since is not None and not peer.hasty
+        wait_s = HASTY_S if peer.hasty else max(1.0, self._options.silence_s)
+        self._desk.ask(peer.node, Ping(), partial(self._ponged, peer), timeout_s=wait_s)
 
     def _ponged(self, peer: _Peer, _answer: Message) -> None:
         peer.open_count -= 1  # who answered was heard by the desk

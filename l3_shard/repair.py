@@ -263,7 +263,7 @@ class Repair:
         neighbour = self._neighbours.get(node)
         if neighbour is None:
             return
-        self._recovery.returned(node, silent_s, self._desk.now, self._wall_ms())
+        self._recovery.returned(node, silent_s)
         self._abandon(neighbour)
         neighbour.failure_count = 0
         neighbour.compare_at = self._desk.now
@@ -353,7 +353,7 @@ class Repair:
         neighbour.compare_at = self._desk.now + self._jittered(
             interval_s, neighbour.node, neighbour.round_count
         )
-        if self._recovery.compared(neighbour.node, differing_count, self._desk.now):
+        if self._recovery.compared(neighbour.node, differing_count):
             neighbour.compare_at = self._desk.now
         self._wake(
             neighbour, self._desk.now if self.hints.oldest(neighbour.node, 1) else neighbour.compare_at

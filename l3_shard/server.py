@@ -85,6 +85,8 @@ class RunningShard:
     server: DataServer
     grant_counts: Mapping[str, int]
     """Reservations of blocks asked for since start, by the answer."""
+    block_counts: Callable[[], tuple[int, int]]
+    """Blocks that clients asked for since start, and those of them that were here."""
     fsync_seconds: Histogram
     """One observation each time that records were forced to disk."""
     ring: Callable[[], RingMap]
@@ -185,7 +187,7 @@ async def run_shard(
         credentials=credentials,
     )
     try:
-        ready(process.running(await server.start(addresses), server, service.grant_counts))
+        ready(process.running(await server.start(addresses), server, service))
         await process.tick_until_stopped()
     finally:
         await server.close()
@@ -253,14 +255,13 @@ class _Process:
             end=ending.end,
         )
 
-    def running(
-        self, addresses: list[str], server: DataServer, grant_counts: Mapping[str, int]
-    ) -> RunningShard:
+    def running(self, addresses: list[str], server: DataServer, service: BlockService) -> RunningShard:
         records, machine = self._records, self._records.machine
         return RunningShard(
             addresses,
             server,
-            grant_counts,
+            service.grant_counts,
+            lambda: (service.asked_count, service.found_count),
             records.fsync_seconds,
             ring=records.ring,
             adopt=records.adopt,

@@ -333,7 +333,7 @@ class Shard:
             self._timers.at(0.0, self._recheck.doubt)
         if repair is not None and self.ring.epoch > kept.epoch:
             self._timers.at(0.0, self._keep_map)
-        self._recovery = Recovery(lambda key: key[TENANT_BYTES:])
+        self._recovery = Recovery(lambda key: key[TENANT_BYTES:], lambda: self._desk.now, self._wall_ms)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._watch = None if watch is None else self._make_watch(watch)
         self._scrubs = {} if repair is None else self._make_scrubs(repair.scrub, notes or {})
@@ -989,7 +989,8 @@ class Shard:
             self._desk,
             self._timers,
             ring=lambda: self.ring,
-            silenced=self._recovery.gone,
+            silenced=self._recovery.silenced,
+            gone=self._recovery.gone,
             returned=self._returned,
         )
         self._timers.at(0.0, watch.ring_changed)
@@ -1104,9 +1105,9 @@ class Shard:
     def move_status(self) -> ShardMove:
         """How far this shard's records are with the transition under way, and with what follows it."""
         ring, repair = self.ring, self._background
-        if repair is None:
-            return ShardMove()
         settled, clean = (ring.epoch, True) if self._strong is None else self._strong.moved()
+        if repair is None:  # nobody fetches or drops records
+            return ShardMove(strong_epoch=settled)
         left_count, left_bytes = repair.left()
         return ShardMove(
             ready_epoch=ring.epoch if repair.ready else 0,

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -68,7 +67,7 @@ def _find_drawn(report: Report, drawn: Drawn, seeds: Iterable[int]) -> None:
     scores: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
         events = list(drawn.references(seed))
-        for name, score in _scores(events, HALF_LIFE_S, seed).items():
+        for name, score in _scores(events, HALF_LIFE_S).items():
             scores.setdefault(name, []).append(score)
     _tell(report, f"Zipf {drawn.exponent}, {drawn.key_count:,} keys, shifted", scores)
     if drawn.exponent >= 1.0:
@@ -83,8 +82,8 @@ def _find_in_trace(report: Report, trace: Trace) -> None:
     except FileNotFoundError as error:
         report.skip(f"hot blocks of {trace.name}", str(error))
         return
-    found = {name: [score] for name, score in _scores(events, inf, 1).items()}
-    last = Counter(key for _, key in events).most_common(TOP)[-1][1]
+    found = {name: [score] for name, score in _scores(events, inf).items()}
+    last = Counter(key for _, key, _ in events).most_common(TOP)[-1][1]
     what = f"{trace.name}, {len(events):,} references, number {TOP} came {last} times"
     _tell(report, what, found)
 
@@ -92,35 +91,35 @@ def _find_in_trace(report: Report, trace: Trace) -> None:
 THROUGH = f"through {CLIENTS} clients and a shard"
 
 
-def _scores(events: list[Reference], half_life_s: float, seed: int) -> dict[str, tuple[float, float]]:
+def _scores(events: list[Reference], half_life_s: float) -> dict[str, tuple[float, float]]:
     """(recall, precision) of each way to find them."""
     exact = Exact(half_life_s)
-    for now, key in events:
+    for now, key, _ in events:
         exact.add(key, now)
     end = events[-1][0]
     scores: dict[str, tuple[float, float]] = {}
     for size_bytes in SIZES:
         names_max = min(2 * TOP, size_bytes // 2 // NAME_BYTES)
         sketch = Hotness.of_size(size_bytes, names_max, half_life_s, name_bytes=NAME_BYTES)
-        for now, key in events:
+        for now, key, _ in events:
             sketch.add(key, now)
         found = [each.key for each in sketch.top(TOP, end)]
         scores[f"{size_bytes // KIB} KiB"] = exact.score(found, TOP)
-    scores[THROUGH] = _through(events, half_life_s, seed)
+    scores[THROUGH] = _through(events, half_life_s)
     return scores
 
 
-def _through(events: list[Reference], half_life_s: float, seed: int) -> tuple[float, float]:
+def _through(events: list[Reference], half_life_s: float) -> tuple[float, float]:
     """As the service does it, a report of each client every ``INTERVAL_S``."""
-    draw, exact = random.Random(seed), Exact(half_life_s)
+    exact = Exact(half_life_s)
     clients, shard = [Window() for _ in range(CLIENTS)], Window()
     hot = _hot_keys(half_life_s)
     due = events[0][0] + INTERVAL_S
-    for now, key in events:
+    for now, key, reader in events:
         if now >= due:
             _report(clients, shard, hot, due)
             due += INTERVAL_S * ((now - due) // INTERVAL_S + 1)
-        clients[draw.randrange(CLIENTS)].add([key])
+        clients[reader % CLIENTS].add([key])
         exact.add(key, due)
     _report(clients, shard, hot, due)
     return exact.score(hot.hottest_blocks(TOP, due), TOP)

@@ -618,7 +618,8 @@ class ShardProcess:
 
     def silent(self) -> list[str]:
         """Other shards that do not answer it at present."""
-        return []
+        me, network = self.host.name, self.cluster.network
+        return [name for name in self.machine.ring.names if name != me and not network.answers(me, name)]
 
     def check_answers(self) -> None:
         """Whoever asked and is still there has been answered, or has not waited long."""

@@ -77,6 +77,8 @@ CAMPAIGN_S = 1.5
 METADATA_S = 3.0
 """A read or write of the metadata is given up after so long."""
 RETRY_S = 0.5
+GIVE_UP_S = 20.0
+"""An operation is taken back when a shard that is to get records has been dead for so long."""
 ORDER_TRIES, ORDER_PAUSE_S = 12, 0.3
 
 OVER = ("done", "cancelled", "rolled back", "failed")
@@ -402,13 +404,17 @@ class ControllerProcess(ShardProcess):
 
         self._run(self._strong_plane.read([RING, PLAN]), done)
 
+    def fence(self) -> int:
+        """Of the lease that this process holds, or held last."""
+        return self._term
+
     def _note_down(self, effect: Effect) -> None:
         from controller.controller import Note, Noted
 
         assert isinstance(effect, Note)
-        term, ticket = self._term, effect.ticket
+        term, ticket = self.fence(), effect.ticket
         name = RING if effect.name == "ring" else PLAN
-        self._controllers.led(self.host.name, term)
+        self._controllers.led(self.host.name, self._term)
 
         def done(result: object, error: KVCommError | None) -> None:
             if error is None:
@@ -503,7 +509,8 @@ def shipped_controller(name: str, controllers: Controllers) -> Controller:
 
     plan = controllers.cluster.plan
     rules = RingRules(plan.replicas, plan.write_quorum, plan.read_quorum, 1)
-    return Controller(name, rules, controllers.initial, ControllerOptions())
+    options = ControllerOptions(replace_after_s=plan.replace_after_s, give_up_after_s=GIVE_UP_S)
+    return Controller(name, rules, controllers.initial, options)
 
 
 class Operator:

@@ -32,7 +32,7 @@ class Pulse:
         move = self.move or ShardMove()
         return (
             self.epoch, move.ready_epoch, move.strong_epoch, move.clean_epoch,
-            tuple(self.silent), tuple(self.running),
+            tuple(self.running),
         )  # fmt: skip
 
 

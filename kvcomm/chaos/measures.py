@@ -217,6 +217,8 @@ def _equal_s(judged: _Judged) -> float | None:
 
 def _strong_gap_s(judged: _Judged) -> float | None:
     gaps: list[float] = []
+    if not any(call.kind == "strong" for call in judged.calls):
+        return None
     for episode in judged.observed.episodes:
         side = max(episode.sides, key=len)
         if 2 * len(side) <= len(judged.observed.nodes):

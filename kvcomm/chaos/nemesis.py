@@ -452,6 +452,12 @@ class Nemesis:
         self._cut_for_a_while(isolate(name, [*self.cluster.names, *self._controllers().names]))
         return name
 
+    def _away(self) -> str:
+        """For so long that the others may go on without it."""
+        name, away_s = self._some_mover(), self.draw.uniform(6.0, 25.0)
+        self.cluster.kill(name, away_s)
+        return f"{name} for {away_s:.1f} s"
+
     # -- orders
 
     def _wait_for_order(self) -> None:

@@ -19,7 +19,7 @@ FAULTS = (
 
 CONTROLLER_FAULTS = (
     "controller_kill", "controllers_kill", "controller_pause", "controller_cut", "controller_disk",
-    "controllers_disks",    "mover_kill", "mover_pause", "mover_cut",
+    "controllers_disks", "mover_kill", "mover_pause", "mover_cut", "away",
 )  # fmt: skip
 """And where there are controllers."""
 ORDERS = ("grow", "shrink", "drain", "range", "cancel")
@@ -85,6 +85,8 @@ class Plan:
     orders: tuple[str, ...] = ()
     """What operators order, drawn from these."""
     order_every_s: float = 4.0
+    replace_after_s: float = 600.0
+    """Controllers go on without a shard that has been dead for so long."""
     wall_interval_s: float = 5.0
     """How often a shard looks at its wall clock."""
 

@@ -84,13 +84,20 @@ class Slow(Step, frozen=True, tag="slow"):
     kbit_s: Annotated[int, msgspec.Meta(ge=64)]
 
 
-class Scale(Step, frozen=True, tag="scale"):
+class ControllerOrder(Step, frozen=True, kw_only=True):
+    """An operator's order."""
+
+    waits: bool = True
+    """Until what was ordered before has been carried out."""
+
+
+class Scale(ControllerOrder, frozen=True, tag="scale", kw_only=True):
     """Order so many shards."""
 
     shards: Annotated[int, msgspec.Meta(ge=1, le=NODES_MAX)]
 
 
-class Move(Step, frozen=True, tag="move"):
+class Move(ControllerOrder, frozen=True, tag="move", kw_only=True):
     """Order the keys of a part of the circle to a shard's host."""
 
     first_share: Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -98,7 +105,7 @@ class Move(Step, frozen=True, tag="move"):
     node: str
 
 
-class Drain(Step, frozen=True, tag="drain"):
+class Drain(ControllerOrder, frozen=True, tag="drain", kw_only=True):
     """Order everything away from a host's shard."""
 
     node: str

@@ -372,7 +372,7 @@ def _two_orders(hold_s: float, seed: int) -> Scenario:
         "carried out.",
         [
             Move(at_s=WARM_S, first_share=0.2, last_share=0.4, node="n2"),
-            Move(at_s=WARM_S + 0.1, first_share=0.6, last_share=0.8, node="n3"),
+            Move(at_s=WARM_S + 0.1, first_share=0.6, last_share=0.8, node="n3", waits=False),
         ],
         [*UNTOUCHED, *_most(orders_open=0, orders_refused=1, key_stop_s=1.0)],
         faults=[35],

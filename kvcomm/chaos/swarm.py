@@ -112,6 +112,7 @@ def _with_controllers(plan: Plan, draw: Draw) -> Plan:
         controllers=draw.weighted(((1, 1), (3, 3))),
         orders=(*orders, draw.choice(("grow", "shrink", "drain"))),
         order_every_s=draw.choice((0.8, 1.5, 3.0)),
+        replace_after_s=draw.choice((8.0, 600.0)),
         repair_interval_s=3.0,
         faults=(
             *plan.faults,

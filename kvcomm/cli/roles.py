@@ -54,6 +54,7 @@ def pool(
 async def _pool(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.node import StoreBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.cli.vitals import PoolVitals
     from l2_rdma.pool import PoolOptions, run_pool
     from l2_rdma.transports.port import WireOptions
 
@@ -75,6 +76,7 @@ async def _pool(process: NodeProcess, lifeline: bool) -> None:
             refresh,
             transports=running.transports,
             refused_transports=running.refused_transports,
+            vitals=PoolVitals(running),
         )
         announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
 
@@ -161,7 +163,7 @@ def shard(
 async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
-    from kvcomm.heart import Vitals
+    from kvcomm.cli.vitals import ShardVitals
     from l3_shard.presence import Presence
     from l3_shard.ring import NO_RING
     from l3_shard.server import run_shard
@@ -186,7 +188,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 process.metrics.gauge("kvcomm_hot_records").set(running.marking.hot_count(time.monotonic()))
                 process.metrics.counter("kvcomm_hot_answers_total").advance_to(running.marking.marked_count)
 
-            backend = ShardBackend(process, store, running, disk)
+            backend, vitals = ShardBackend(process, store, running, disk), ShardVitals(running, disk)
             running.on_ring(process.ring_changed)
             work = process.announce(
                 backend,
@@ -195,12 +197,11 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 refresh,
                 ring=backend.ring,
                 took_ring=running.adopt,
-                vitals=lambda: Vitals(
-                    silent=running.watch().silent, move=running.move_status(), split=running.split()
-                ),
+                vitals=vitals,
                 reports=running.marking.reports,
             )
             announcing.append(asyncio.create_task(_or_stop(_live(process, work), stop)))
+            announcing.append(asyncio.create_task(_or_stop(vitals.tell_steps(process.beat), stop)))
 
         try:
             await run_shard(
@@ -285,7 +286,8 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    return Controller(process.node, rules, initial, ControllerOptions(heartbeat_s=cluster.heartbeat_s))
+    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    return Controller(process.node, rules, initial, options)
 
 
 def _controller_settings(process: NodeProcess) -> ControllerSettings:

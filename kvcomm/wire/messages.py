@@ -703,7 +703,7 @@ class ClusterView(Message, frozen=True):
 # -- hot keys
 # ------------------------------------------------------------------------------------------------------------
 
-HOT_KEYS_MAX = 512
+HOT_KEYS_MAX = 1_024
 """Most keys of one list of a report or order about hot keys."""
 TRAFFIC_AGENTS_MAX = 256
 TRAFFIC_PUBLISHERS_MAX = 64

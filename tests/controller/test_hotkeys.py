@@ -43,10 +43,10 @@ def report(
     records: dict[bytes, float] | None = None,
     served: dict[bytes, float] | None = None,
 ) -> HotReport:
-    lists = [
+    told_blocks, told_records, told_served = [
         [KeyHeat(key, count) for key, count in (told or {}).items()] for told in (blocks, records, served)
     ]
-    return HotReport(WINDOW_S, *lists)
+    return HotReport(WINDOW_S, told_blocks, told_records, told_served)
 
 
 def windows(hot: HotKeys, begin: float, seconds: float, said: HotReport, of: RingMap) -> Iterator[tuple]:
@@ -67,7 +67,7 @@ def test_in_above_one_rate_out_below_another_and_not_before_its_time():
         (0.0, 9.9, False), (1.0, 10.0, True), (2.0, 6.0, True), (3.0, 1.0, True), (30.9, 1.0, True),
         (31.0, 5.0, True), (32.0, 4.9, False), (33.0, 6.0, False),
     ):  # fmt: skip
-        hot.update([(b"k", rate)], lambda key, rate=rate: rate, now)
+        hot.update([(b"k", rate)], {b"k": rate}.__getitem__, now)
         assert (b"k" in hot) == inside, now
         assert hot.keys == ((b"k",) if inside else ())
     assert hot.entered_count == 1

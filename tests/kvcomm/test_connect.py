@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvcomm import connect as connect_function
-from kvcomm.connect import _Door, _find
+from kvcomm.connect import _Door, _find, pools_near
 from kvcomm.embedded import Embedded
 from kvcomm.errors import ConfigError, KVCommError, Unauthenticated, Unavailable
 from kvcomm.instance import Instance, InstanceMissing, NodeRecord, process_start_time
@@ -270,3 +270,10 @@ def test_many_threads_may_look_at_the_metrics_at_once() -> None:
         for looker in lookers:
             looker.join()
     assert problems == []
+
+
+def test_the_pools_of_the_own_rack_are_near_and_without_any_all_are() -> None:
+    pools = [RingNode(f"pool-{rack}", "", "", "", f"rack-{rack}", 1) for rack in "aab"]
+    ring = RingMap(1, 1, 1, 1, 1, [], pools)
+    assert pools_near(ring, "rack-a") == pools[:2]
+    assert pools_near(ring, "rack-c") == pools_near(ring, "") == pools

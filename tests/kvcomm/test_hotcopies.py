@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcomm import hotcopies
 from kvcomm.hotcopies import HotCopies
 from kvcomm.tier import RecordAnswer
 
@@ -65,16 +66,17 @@ def test_no_age_keeps_nothing():
         HotCopies(-1.0)
 
 
-def test_it_is_bounded_by_entries_and_by_bytes():
-    copies = HotCopies(1.0, entries_max=2, bytes_max=100)
+def test_it_is_bounded(monkeypatch):
+    monkeypatch.setattr(hotcopies, "WRITTEN_MAX", 2)
+    copies = HotCopies(1.0, entries_max=2, answer_bytes_max=100)
     for name in (b"a", b"b", b"c"):
         copies.keep(name, HOT, 10.0, 10.0)
         copies.wrote(b"w" + name, 10.0)
     assert copies.get(b"a", {}, 10.0) is None and copies.get(b"c", {}, 10.0) is HOT and len(copies) == 2
-    copies.keep(b"d", replace(HOT, values=(bytes(98),)), 10.0, 10.0)
-    assert len(copies) == 1, "the large one is alone"
-    copies.keep(b"e", replace(HOT, values=(bytes(100),)), 10.0, 10.0)
-    assert len(copies) == 1, "one that is larger than all room is not kept"
+    copies.keep(b"large", replace(HOT, values=(bytes(101),)), 10.0, 10.0)
+    assert copies.get(b"large", {}, 10.0) is None and len(copies) == 2
+    copies.keep(b"wa", HOT, 10.0, 10.0)
+    assert copies.get(b"wa", {}, 10.0) is HOT, "that it was written to is forgotten"
 
 
 @given(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from kvcomm.block import HEADER_BYTES, BlockKey
 from kvcomm.errors import Refused
 from kvcomm.machine import ConnectionId, Origin
+from kvcomm.serve import ReplyFunction
 from kvcomm.tier import Block
-from kvcomm.wire.messages import HOT_KEYS_MAX, Done, Ping, WarmOrder
+from kvcomm.wire.messages import HOT_KEYS_MAX, Done, Message, Ping, WarmOrder
 from l2_rdma.pool import PoolService
 from l2_rdma.warming import ABSENT_S, SHARE, WINDOW_KEYS, Warming, no_source
 from tests.l2_rdma.regions import COPY_BYTES, TENANT, OwnedMemory, header_of, key_of, payload_of
@@ -143,20 +146,33 @@ def test_orders_are_bounded_and_the_last_one_comes_first(runner):
     assert all(len(asked) <= WINDOW_KEYS for asked in world.asked)
 
 
+@dataclass
+class Blocks:
+    """A block service that answers nothing."""
+
+    handled: list[Message] = field(default_factory=list)
+    welcome: Any = None
+    sink: Any = None
+    closed: Any = None
+
+    def handle(
+        self, origin: Origin, message: Message, payload: list[memoryview], reply: ReplyFunction
+    ) -> None:
+        self.handled.append(message)
+
+
 def test_only_nodes_order_and_everything_else_is_the_block_services():
-    class Blocks:
-        handled: list[object] = []  # noqa: RUF012 - one test
-        welcome = sink = closed = None
+    blocks: Any = Blocks()
+    replies: list[Message] = []
 
-        def handle(self, origin, message, payload, reply):
-            self.handled.append(message)
+    def reply(message: Message, payload: Any = (), left: Any = None, /) -> None:
+        replies.append(message)
 
-    blocks, replies = Blocks(), []
     warming = Warming(OwnedMemory().owner, TENANT, no_source, lambda: 0.0)
-    service = PoolService(blocks, warming, b"N" * 16)  # type: ignore[arg-type]
+    service = PoolService(blocks, warming, b"N" * 16)
     node, agent = (Origin(ConnectionId(1), 1, tenant, 7) for tenant in (b"N" * 16, b"T" * 16))
     with pytest.raises(Refused, match="own nodes"):
-        service.handle(agent, WarmOrder([key_of(1)], 1), [], replies.append)
-    service.handle(node, WarmOrder([key_of(1)], 1), [], replies.append)
-    service.handle(agent, Ping(), [], replies.append)
+        service.handle(agent, WarmOrder([key_of(1)], 1), [], reply)
+    service.handle(node, WarmOrder([key_of(1)], 1), [], reply)
+    service.handle(agent, Ping(), [], reply)
     assert replies == [Done()] and blocks.handled == [Ping()]

@@ -54,6 +54,7 @@ class Node:
             self.timers,
             ring=lambda: self.world.ring,
             silenced=lambda node: self.said.append((self.world.now, "silent", node)),
+            gone=lambda node: self.said.append((self.world.now, "gone", node)),
             returned=lambda node, since: self.said.append((self.world.now, "back", node)),
         )
         self.timers.at(0.0, self.watch.ring_changed)
@@ -295,6 +296,7 @@ def test_shards_come_and_go_with_the_ring() -> None:
     for name in "ab":
         world.nodes[name].do(world.nodes[name].watch.ring_changed)
     assert world.silent("a") == "" and world.nodes["a"].watch.mode == "whole"
+    assert world.nodes["a"].said[-1][1:] == ("gone", "c")
     world.ring = ring_of("bc", 3)
     for name in "abc":
         world.nodes[name].do(world.nodes[name].watch.ring_changed)

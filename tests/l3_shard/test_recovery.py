@@ -26,53 +26,68 @@ from l3_shard.repair import RepairOptions
 from l3_shard.shard import Shard
 from tests.l3_shard.cluster import TENANT, Cluster, Faults
 
-HEALED_MS = 1_000_000
+NOW_MS = 1_000_000
 
 
 def state(*values: tuple[str, int, bytes | None, int]) -> RecordState:
-    """(replica, counter, value, when it was written in ms after the heal) of each sibling."""
+    """(replica, counter, value, its age in ms) of each sibling."""
     siblings = [
-        Sibling(replica, counter, pack(HEALED_MS + late_ms), value)
-        for replica, counter, value, late_ms in values
+        Sibling(replica, counter, pack(NOW_MS - age_ms), value) for replica, counter, value, age_ms in values
     ]
     return RecordState({replica: counter for replica, counter, _, _ in values}, siblings)
 
 
 EMPTY = RecordState({}, [])
-ONE, OTHER = ("a1", 1, b"1", -500), ("b1", 1, b"2", -400)
+ONE, OTHER = ("a1", 1, b"1", 5000), ("b1", 1, b"2", 4000)
 
 
-def recovery() -> Recovery:
-    made = Recovery(lambda key: key)
-    made.returned("b", 12.5, 100.0, HEALED_MS)
+class Told(Recovery):
+    """At a time that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+        super().__init__(lambda key: key, lambda: self.at, lambda: NOW_MS)
+
+
+def recovery() -> Told:
+    made = Told()
+    made.silenced("b")
+    made.returned("b", 12.5)
     return made
 
 
 def test_nothing_is_told_before_anything_was_split() -> None:
-    assert Recovery(lambda key: key).report() is None
+    assert Told().report() is None
 
 
 def test_a_split_is_over_when_everybody_who_returned_has_been_found_equal() -> None:
     made = recovery()
-    made.returned("c", 20.0, 100.5, HEALED_MS)
-    assert made.active and made.report() == SplitReport(20.0, 0, 0, 0, 0, -1.0)
+    made.at = 100.5
+    made.returned("c", 20.0)
+    assert made.report() == SplitReport(20.0, 0, 0, 0, 0, -1.0)
     made.handed("b", 7)
     made.handed("x", 3)
-    assert made.compared("b", 5, 101.0), "they differed: once more"
-    assert not made.compared("b", 2, 102.0), "twice is enough where there is traffic"
-    assert made.active and made.report() == SplitReport(20.0, 7, 7, 0, 0, -1.0)
-    assert not made.compared("c", 0, 103.0)
-    assert not made.active and made.report() == SplitReport(20.0, 7, 7, 0, 0, 3.0)
-    assert not made.compared("c", 9, 163.0), "that is no part of it"
+    assert made.compared("b", 5), "they differed: once more"
+    assert not made.compared("b", 2), "twice is enough where there is traffic"
+    assert made.report() == SplitReport(20.0, 7, 7, 0, 0, -1.0)
+    made.at = 103.0
+    assert not made.compared("c", 0)
+    assert made.report() == SplitReport(20.0, 7, 7, 0, 0, 3.0)
+    made.at = 163.0
+    assert not made.compared("c", 9), "that is no part of it"
     assert made.report() == SplitReport(20.0, 7, 7, 0, 0, 3.0)
 
 
-def test_who_is_gone_again_is_not_waited_for_and_nothing_is_called_equal_for_it() -> None:
+@pytest.mark.parametrize("goes", [Recovery.silenced, Recovery.gone])
+def test_who_is_gone_again_is_not_waited_for_and_nothing_is_called_equal_for_it(goes) -> None:
     made = recovery()
-    made.gone("b")
-    assert not made.active and made.report() == SplitReport(12.5, 0, 0, 0, 0, -1.0)
-    made.returned("b", 3.0, 200.0, HEALED_MS)
-    made.compared("b", 0, 201.5)
+    goes(made, "b")
+    assert made.report() == SplitReport(12.5, 0, 0, 0, 0, -1.0)
+    assert not made.compared("b", 0)
+    made.at = 200.0
+    made.returned("b", 3.0)
+    made.at = 201.5
+    made.compared("b", 0)
     assert made.report() == SplitReport(3.0, 0, 0, 0, 0, 1.5)
 
 
@@ -80,24 +95,39 @@ def test_records_are_counted_once_and_by_what_is_shown_in_the_end() -> None:
     made = recovery()
     made.merged(b"new", EMPTY, state(OTHER))
     made.merged(b"both", state(ONE), state(ONE, OTHER))
-    made.merged(b"deleted", state(ONE), state(("b1", 1, None, -10)))
-    made.merged(b"edited", state(ONE), state(ONE, ("b1", 1, None, -10)))
+    made.merged(b"deleted", state(ONE), state(("b1", 1, None, 3000)))
+    made.merged(b"edited", state(ONE), state(ONE, ("b1", 1, None, 3000)))
     made.merged(b"sum/x", state(ONE), state(ONE, OTHER))
     made.merged(b"settled", state(ONE), state(ONE, OTHER))
-    made.merged(b"settled", state(ONE, OTHER), state(("b1", 2, b"3", -1)))
-    made.compared("b", 6, 101.0)
+    made.merged(b"settled", state(ONE, OTHER), state(("b1", 2, b"3", 2000)))
+    made.compared("b", 0)
     report = made.report()
     assert report is not None and (report.merged, report.siblings_kept) == (6, 2)
 
 
-def test_what_was_written_after_the_heal_is_no_merge_of_the_split() -> None:
+def test_what_came_in_time_is_no_merge_of_a_split() -> None:
     made = recovery()
     made.merged(b"k", state(ONE), state(ONE, ("b1", 1, b"2", 30)))
     made.merged(b"same", state(ONE), state(ONE))
-    made.compared("b", 0, 101.0)
+    made.compared("b", 0)
     made.merged(b"late", state(ONE), state(ONE, OTHER))
     report = made.report()
-    assert report is not None and report.merged == 0
+    assert report is not None and report.merged == 0, "nobody is away, and nobody has just come back"
+
+
+def test_what_was_handed_on_by_one_that_noticed_first_counts() -> None:
+    made = Told()
+    made.merged(b"before", EMPTY, state(OTHER))
+    made.silenced("b")
+    made.merged(b"long before", EMPTY, state(OTHER))
+    made.at = 110.0
+    made.merged(b"just now", EMPTY, state(OTHER))
+    made.at = 110.3
+    made.returned("b", 10.0)
+    made.merged(b"then", EMPTY, state(OTHER))
+    made.compared("b", 0)
+    report = made.report()
+    assert report is not None and report.merged == 2
 
 
 # -- whole shards

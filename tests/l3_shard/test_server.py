@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvcomm.block import NO_PARENT, Incarnation, block_keys, header_for
+from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import Conflict, KVCommError, OutcomeUnknown, Refused, StaleEpoch, Unavailable
 from kvcomm.rpc import KEY_VECTOR, Connection, Identity, Peers, run_blocking
 from kvcomm.steps import Steps
@@ -26,8 +27,12 @@ from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
     BlockGet,
     BlockPut,
+    Done,
     Failure,
     Hello,
+    HotRecords,
+    HotReport,
+    KeyHeat,
     RecordGet,
     RecordPut,
     RecordReplicate,
@@ -50,6 +55,7 @@ from tests.blockstores import DictStore
 from tests.namespaces import namespace
 from tests.peers import CREDENTIALS, IDENTITY, Dialogue, soon, until
 
+NODE = Identity(CREDENTIALS.token(NODE_TENANT), Incarnation(8))
 NAMESPACE = namespace(head_dim=256).for_tenant(CREDENTIALS.tenant_digest("acme"))
 
 
@@ -507,3 +513,25 @@ def test_votes_are_taken_from_nodes_only(cluster: Cluster) -> None:
     voting(cluster)
     with connection(cluster) as shard, pytest.raises(Refused, match="own nodes"):
         shard.call(StrongPrepare(cluster.epoch, bytes(16) + b"k", b""), deadline=soon())
+
+
+def test_answers_about_hot_records_are_marked_and_reports_added_up(lone: Cluster) -> None:
+    lone.put(b"state/n/k", b"v")
+    assert not lone.get(b"state/n/k").hot
+    [shard] = lone.running.values()
+    stored = CREDENTIALS.tenant_digest("acme") + b"state/n/k"
+    node = Connection.open(shard.addresses[0], NODE, soon())
+    agent = Connection.open(shard.addresses[0], IDENTITY, soon())
+    try:
+        order = HotRecords([stored], 30.0)
+        assert node.call(order, deadline=soon()).message == Done()
+        assert lone.get(b"state/n/k").hot
+        with pytest.raises(Refused):
+            agent.call(order, deadline=soon())
+        said = HotReport(1.0, [], [KeyHeat(b"state/n/k", 5.0)])
+        assert agent.call(said, deadline=soon()).message == Done()
+    finally:
+        node.close()
+        agent.close()
+    report = lone.on_loop(lambda: shard.marking.report(1.0))
+    assert report.records == [KeyHeat(stored, 5.0)] and report.served == [KeyHeat(stored, 2.0)]

@@ -749,3 +749,31 @@ def test_calls_go_where_dial_says():
     assert isinstance(step, Submit)
     assert step.asks[0].address == "unix:///a" and step.asks[0].timeout_s == 0.5
     steps.close()
+
+
+# -- hot keys ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_shard_calls_hot_is_told_with_its_record():
+    def special(node: str, message: Message) -> Message | None:
+        if not isinstance(message, RecordGet):
+            return None
+        hot = [index for index, key in enumerate(message.keys) if key.startswith(b"hot")]
+        return RecordStates([None] * len(message.keys), False, [*hot, 99])
+
+    shards = Shards(ring_map(), special=special)
+    tier = L3Tier(ring_map())
+    keys = [b"hot-1", b"cold-1", b"hot-2", b"cold-2", b"hot-3"]
+    answers = shards.run(tier.record_get(keys))
+    assert [answer.hot for answer in answers] == [True, False, True, False, True]
+
+
+def test_reports_find_shards_that_are_well_in_turn():
+    shards = Shards(ring_map())
+    tier = L3Tier(ring_map(), clock=lambda: shards.now)
+    assert tier.shard_address("tcp://a:1") and not tier.shard_address("unix:///pool")
+    assert {tier.any_shard() for _ in range(6)} == {"tcp://a:1", "tcp://b:1", "tcp://c:1"}
+    shards.down = {"a": "unavailable"}
+    keys = [b"%d" % number for number in range(20)]
+    shards.run(tier.record_get(keys))
+    assert {tier.any_shard() for _ in range(6)} == {"tcp://b:1", "tcp://c:1"}

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 0.25
 SAMPLE_TIMEOUT_S = 0.2
 ASK_TIMEOUT_S = 2.0
-LOOK_TRIES = 3
-LOOK_KEYS = 256
+LOOK_TRIES = 8
+LOOK_KEYS = 32
 LINE_BYTES_MAX = 64 << 20
 
 
@@ -127,7 +127,7 @@ class Agent:
             case States():
                 return await self._states(order)
             case Told():
-                return Done(await self._tell(order))
+                return await self._tell(order)
             case Save():
                 await self._save()
             case Setup():
@@ -161,10 +161,13 @@ class Agent:
         strong = StrongClient(self.work, f"{node}.s{LAST}")
 
         async def until_seen(read: Callable[[Sequence[str]], Awaitable[bool]], keys: Sequence[str]) -> None:
+            """What cannot be read is the last that was tried: the judge goes by that."""
             for at in range(0, len(keys), LOOK_KEYS):
                 for _ in range(LOOK_TRIES):
                     if await read(keys[at : at + LOOK_KEYS]):
                         break
+                else:
+                    return
 
         await until_seen(eventual.get, order.eventual)
         await until_seen(lambda keys: strong.read("final", keys), order.strong)
@@ -177,7 +180,7 @@ class Agent:
 
         async def find(node: str, address: str) -> None:
             try:
-                ring = await self._ask(self.nodes, address, RingGet())
+                ring = await self._ask(self.nodes, address, RingGet(), order.timeout_s)
             except Unavailable as error:
                 missing[node] = error.message
             else:
@@ -193,31 +196,37 @@ class Agent:
         owners = {key: list(ring.replicas(name)) for key, name in names.items()}
         states: dict[str, dict[str, RecordState | None]] = {}
 
-        async def fetch(node: str, address: str) -> None:
+        async def look(node: str, address: str) -> None:
             keys = [key for key in order.eventual if node in owners[key]]
+            if not keys:
+                states[node] = {}
+                return
             stored = [bytes(self.work.tenant) + names[key] for key in keys]
+            fetch = RecordFetch(ring.epoch, stored)
             try:
-                answer = await self._ask(self.nodes, address, RecordFetch(ring.epoch, stored))
+                answer = await self._ask(self.nodes, address, fetch, order.timeout_s)
             except Unavailable as error:
                 missing[node] = error.message
             else:
                 assert isinstance(answer, RecordStates)
                 states[node] = dict(zip(keys, answer.states, strict=True))
 
-        await asyncio.gather(*(fetch(*each) for each in order.shards.items() if each[0] not in missing))
+        await asyncio.gather(*(look(*each) for each in order.shards.items() if each[0] not in missing))
         return Stored(states, owners, missing)
 
-    async def _tell(self, order: Told) -> str:
+    async def _tell(self, order: Told) -> Done:
+        """The first controller that can say counts."""
         kind: type[Message] = getattr(messages, order.name)
-        message = kind(**order.fields)
         said: list[str] = []
         for address in order.addresses:
-            try:
-                answer = await self._ask(self.nodes, address, message, order.timeout_s)
-            except Unavailable as error:
-                said.append(error.message)
-            else:
-                return msgspec.json.encode(answer).decode()
+            asks = [Ask(address, kind(**order.fields))]
+            (request,) = self.nodes.start(asks, time.monotonic() + order.timeout_s)
+            answer = (await request.answer()).message
+            if not isinstance(answer, Failure):
+                return Done(msgspec.json.encode(answer).decode())
+            if answer.code not in ("not_leader", Unavailable.code):
+                return Done(f"{answer.code}: {answer.text}", refused=True)
+            said.append(f"{address}: {answer.code}: {answer.text}")
         raise Unavailable("; ".join(said))
 
     # -- what the cluster says of itself

@@ -47,8 +47,10 @@ cluster:
   pools: 0
   replicas: {replicas}
   read_quorum: {read_quorum}
-  block_copies: 2
+  block_copies: {block_copies}
   repair_interval: 1s
+  controllers: {controllers}
+  controller_addresses: {controller_addresses}
 storage: {{directory: {storage}}}
 """
 
@@ -137,6 +139,13 @@ class Cluster:
         arguments = ["--node", name, "--instance", self.instance.name, "--config", str(self._config(node))]
         command = [sys.executable, "-m", "kvcomm.cli", role, *arguments, "--lifeline"]
         self._processes[node, role] = self._process(f"{name}", node, command)
+
+    def launch(self, shards: int) -> None:
+        """Have a shard running on so many hosts, the first ones: the controllers take those in that they
+        order, by these names."""
+        for node in self.nodes[:shards]:
+            if (node, "shard") not in self._processes:
+                self.spawn(node, "shard")
 
     def kill(self, node: str, part: Part) -> None:
         for process in self._chosen(node, part):
@@ -250,13 +259,18 @@ class Cluster:
 
     def _write_config(self, node: str) -> None:
         scenario = self.scenario
+        shards = scenario.shards or scenario.nodes
+        replicas = min(scenario.replicas, shards)
         self._config(node).write_text(
             _CONFIG.format(
                 address=self.hosts.address(node),
                 drop_table="true" if self.hosts.kind == "loopback" else "false",
-                shards=scenario.shards or scenario.nodes,
-                replicas=scenario.replicas,
-                read_quorum=scenario.replicas // 2 + 1,
+                shards=shards,
+                replicas=replicas,
+                read_quorum=replicas // 2 + 1,
+                block_copies=min(2, shards),
+                controllers=scenario.controllers,
+                controller_addresses=f"[{', '.join(self.controller_addresses())}]",
                 storage=self.directory / "storage",
             )
         )

@@ -74,6 +74,8 @@ class States(Order, frozen=True, tag="states"):
     strong: list[str]
     shards: dict[str, str]
     """Node name -> address."""
+    timeout_s: float = 2.0
+    """Of each question."""
 
 
 class Save(Order, frozen=True, tag="save"):
@@ -81,10 +83,10 @@ class Save(Order, frozen=True, tag="save"):
 
 
 class Told(Order, frozen=True, tag="told"):
-    """Send a message to one node as the cluster's own, and say what it answered; for operators' orders."""
+    """Send a message to a controller as the cluster's own, and say what it answered."""
 
     addresses: list[str]
-    """The first that does not answer ``not_leader`` or fails counts."""
+    """The first that can be reached and leads, where that matters, counts."""
     name: str
     """Class of the message in ``kvcomm.wire.messages``."""
     fields: dict[str, Any]
@@ -97,6 +99,8 @@ class Answer(msgspec.Struct, frozen=True, tag_field="answer"):
 
 class Done(Answer, frozen=True, tag="done"):
     text: str = ""
+    """The message that a controller answered, as JSON, or why it refused."""
+    refused: bool = False
 
 
 class Failed(Answer, frozen=True, tag="failed"):

@@ -48,6 +48,9 @@ EQUAL_EVERY_S = 0.1
 BEFORE, DURING, AFTER = range(3)
 """Phases: before the first fault, until all is healed, and after that."""
 LEADER_WITHIN_S = 15.0
+ORDER_WITHIN_S = 60.0
+POINT_MAX = (1 << 64) - 1
+"""Of the circle that keys lie on."""
 
 Listener = Callable[[str], None]
 
@@ -119,7 +122,9 @@ class _Story:
         self._unequal: list[str] = []
         """What stood against it when it was looked at last."""
         self._begin = 0.0
-        self._orders: list[int] = []
+        self._open: set[int] = set()
+        """Orders that are being carried out."""
+        self._taken = self._done = self._refused = 0
 
     def tell(self) -> Observed:
         cluster, scenario = self._cluster, self._scenario
@@ -183,8 +188,58 @@ class _Story:
                     [f"down {node} {step.part}"],
                 )  # fmt: skip
             case Scale() | Move() | Drain():
-                raise Unavailable(f"{what} is not in this version")
+                self._order(step)
         self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
+
+    def _order(self, step: Scale | Move | Drain) -> None:
+        """Give an operator's order to the controllers."""
+        cluster = self._cluster
+        deadline = time.monotonic() + ORDER_WITHIN_S
+        while step.waits and self._open and time.monotonic() < deadline:
+            self._follow_orders()
+            time.sleep(0.1)
+        if isinstance(step, Scale):
+            cluster.launch(step.shards)
+        name, fields, what = self._message(step)
+        answer = self._tell_controllers(name, fields, ORDER_WITHIN_S)
+        if answer.refused:
+            self._refused += 1
+            what += f": {answer.text}"
+        else:
+            number = int(json.loads(answer.text)[1])
+            if number:
+                self._taken += 1
+                self._open.add(number)
+        self._marks.append(Mark(time.monotonic(), what, "order"))
+
+    def _message(self, step: Scale | Move | Drain) -> tuple[str, dict[str, Any], str]:
+        """(name of the message, its fields, the order in words)."""
+        if isinstance(step, Scale):
+            return "ScaleOrder", {"shards": step.shards}, f"scale to {step.shards}"
+        node = self._node(step)
+        shard = self._cluster.name(node, "shard")
+        if isinstance(step, Drain):
+            return "DrainOrder", {"node": shard}, f"drain {node}"
+        first, last = (int(share * POINT_MAX) for share in (step.first_share, step.last_share))
+        fields = {"first": first, "last": min(last, POINT_MAX), "node": shard}
+        return (
+            "MoveOrder",
+            fields,
+            f"move {step.first_share:g} to {step.last_share:g} of the circle to {node}",
+        )
+
+    def _follow_orders(self) -> None:
+        """See which have been carried out."""
+        try:
+            view = self._view()
+        except Unavailable:
+            return  # the controllers are what is broken; there is another time
+        for number, _, step, *_ in view.get("operations", ()):
+            if number in self._open and step in ("done", "cancelled", "rolled back", "failed"):
+                self._open.discard(number)
+                self._done += step == "done"
+                self._marks.append(Mark(time.monotonic(), f"order {number} {step}", "order"))
+                self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
 
     def _node(self, step: AnyStep) -> str:
         node = getattr(step, "node", "")
@@ -251,18 +306,32 @@ class _Story:
             time.sleep(0.1)
 
     def _view(self) -> dict[str, Any]:
-        cluster = self._cluster
-        order = Told(cluster.controller_addresses(), "ClusterGet", {}, 1.0)
-        answer = next(iter(cluster.agents.values())).ask(order)
-        assert isinstance(answer, Done)
+        """What a controller knows."""
+        answer = self._tell_controllers("ClusterGet", {}, 1.0)
         names = ("type", "controller", "leader", "term", "mode", "ring", "nodes", "operations")
         return dict(zip(names, json.loads(answer.text), strict=False))
+
+    def _tell_controllers(self, name: str, fields: dict[str, Any], within_s: float) -> Done:
+        """Raises ``Unavailable``: none that can be reached leads, in all this time."""
+        cluster, deadline = self._cluster, time.monotonic() + within_s
+        agent = next(iter(cluster.agents.values()))
+        while True:
+            try:
+                answer = agent.ask(Told(cluster.controller_addresses(), name, fields, 1.0))
+                assert isinstance(answer, Done)
+                return answer
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     # -- waiting
 
     def _wait_until(self, at: float) -> None:
         """Meanwhile, once all is healed, see when the replicas are equal."""
         while (now := time.monotonic()) < at:
+            if self._open:
+                self._follow_orders()
             if self._healed_at is not None and self._equal_at is None:
                 self._see_equal()
                 time.sleep(min(EQUAL_EVERY_S, max(0.0, at - time.monotonic())))
@@ -298,8 +367,10 @@ class _Story:
         cluster, scenario = self._cluster, self._scenario
         assert self._healed_at is not None
         deadline = self._healed_at + scenario.equal_within_s
-        while self._equal_at is None and time.monotonic() < max(deadline, end + 1.0):
-            self._see_equal()
+        while (self._equal_at is None or self._open) and time.monotonic() < max(deadline, end + 1.0):
+            self._follow_orders()
+            if self._equal_at is None:
+                self._see_equal()
             time.sleep(EQUAL_EVERY_S)
         self._heard("looking at what is left")
         cluster.everybody(Save())
@@ -312,7 +383,8 @@ class _Story:
             ending=None if stored.missing else _ending(stored, eventual),
             equal_s=None if self._equal_at is None else self._equal_at - self._healed_at,
             owners={key: [cluster.host_of(each) for each in those] for key, those in stored.owners.items()},
-            orders_taken=len(self._orders), unequal=self._unequal,
+            unequal=self._unequal,
+            orders_taken=self._taken, orders_done=self._done, orders_refused=self._refused,
         )  # fmt: skip
 
     def _history(self) -> History:
