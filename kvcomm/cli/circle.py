@@ -38,7 +38,7 @@ def _point(text: str, whole: str) -> int:
         percent = Decimal(text.strip().removesuffix("%"))
     except InvalidOperation as error:
         raise ValueError(f"RANGE is {whole!r}, but should be {FORMS}") from error
-    if not 0 <= percent <= 100:
+    if not percent.is_finite() or not 0 <= percent <= 100:
         raise ValueError(f"RANGE {whole!r}: {text} is not between 0% and 100%")
     return int(percent * POINTS / 100)
 

@@ -130,7 +130,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     for instance in dict.fromkeys(row["instance"] for row in rows):
-        table = Table(box=None, padding=(0, 2, 0, 0), title=f"instance {instance}", title_justify="left")
+        table = Table(box=None, padding=(0, 1, 0, 0), title=f"instance {instance}", title_justify="left")
         for column in (
             "node",
             "pid",
@@ -143,7 +143,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             "evicted",
             "refused",
         ):
-            table.add_column(column, justify="left" if column == "node" else "right")
+            table.add_column(column, justify="left" if column == "node" else "right", no_wrap=True)
         for row in rows:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"] or "-"), *map(escape, _cells(row)))

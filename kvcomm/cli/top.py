@@ -70,9 +70,9 @@ def render(view: ClusterView) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("node", no_wrap=True)
-    for column in ("state", "epoch", "ops/s", "hits", "p99", "records", "blocks", "bytes", "left to move"):
+    for column in ("state", "epoch", "ops/s", "hits", "p99", "records", "blocks", "bytes", "moving"):
         table.add_column(column, justify="right", no_wrap=True)
     for node in view.nodes:
         table.add_row(escape(node.node), _state(node), str(node.epoch or "-"), *_load(node), _left(node))
