@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -44,7 +45,7 @@ def view(dead: int = 0, mode: str = "whole", leader: str = "controller-0", **mor
         node(name, "dead", 12.4) if index < dead else node(name, load=LOAD)
         for index, name in enumerate(SHARDS)
     ]
-    given = {"ring": ring(), "nodes": nodes, "operations": []} | more
+    given: dict[str, Any] = {"ring": ring(), "nodes": nodes, "operations": []} | more
     return ClusterView("controller-0", leader, 4, mode, given["ring"], given["nodes"], given["operations"])
 
 
