@@ -4,7 +4,7 @@
 by `kvcomm up`; membership is static and comes from the configuration. Reads and writes never depend on this
 package: with the supervisor gone they go on under the last map.
 
-Not here yet: leases between several controllers, hot keys, load policies, migration of shards, recovery after
+Not here yet: leases between several controllers, load policies, migration of shards, recovery after
 a network partition, affinity of agents to racks, launchers on other hosts.
 
 May import: `l1`, `l2_rdma`, `l3_shard`, `kvcomm`. Nothing imports it but the composition roots.
