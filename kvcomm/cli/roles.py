@@ -175,6 +175,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     async with _shard_stores(process) as (store, disk):
         presence = Presence(store, disk)
         store.watch(presence.heard)
+        if disk is not None:
+            disk.watch(presence.heard)
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
