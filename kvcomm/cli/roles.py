@@ -165,6 +165,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
     from kvcomm.cli.vitals import ShardVitals
+    from l3_shard.presence import Presence
     from l3_shard.ring import NO_RING
     from l3_shard.server import run_shard
 
@@ -172,6 +173,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     announcing: list[asyncio.Task[None]] = []
 
     async with _shard_stores(process) as (store, disk):
+        presence = Presence(store, disk)
+        store.watch(presence.heard)
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
@@ -211,6 +214,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 options=_shard_options(process),
                 blocks=store,
                 disk=disk,
+                presence=presence,
                 stop=stop,
                 ready=ready,
                 dial=lambda peer: peer.local_address or peer.address,
