@@ -289,7 +289,13 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    options = ControllerOptions(
+        heartbeat_s=cluster.heartbeat_s,
+        lease_s=max(cluster.lease_s, 3 * cluster.heartbeat_s),
+        replace_after_s=cluster.replace_after_s,
+        move_rate_bytes_s=cluster.move_rate_bytes,
+        policy="" if cluster.balance == "none" else cluster.balance,
+    )
     return Controller(process.node, rules, initial, options)
 
 
