@@ -114,6 +114,7 @@ def _with_controllers(plan: Plan, draw: Draw) -> Plan:
         order_every_s=draw.choice((0.8, 1.5, 3.0)),
         replace_after_s=draw.choice((8.0, 600.0)),
         repair_interval_s=3.0,
+        burial_age_s=draw.choice((None, None, 1.0)),
         faults=(
             *plan.faults,
             *draw.some(CONTROLLER_FAULTS, draw.between(0, 5) if plan.faults else 0),
