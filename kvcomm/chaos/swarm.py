@@ -34,7 +34,7 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
-CONTROLLED = 0.6
+CONTROLLED = 0.68
 """Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
