@@ -31,9 +31,9 @@ from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import (
     CancelOrder,
     ClusterGet,
-    Done,
     DrainOrder,
     Heartbeat,
+    HotGet,
     HotReport,
     Message,
     MoveOrder,
@@ -219,6 +219,7 @@ class Shell:
         )
         self._publisher = _Publisher(settings.publish)
         self.hot = HotShell(
+            machine.node,
             HotKeys(settings.hot),
             metadata.records.peers,
             ring=lambda: machine.ring,
@@ -330,9 +331,8 @@ class ControllerService:
     ) -> None:
         if origin.tenant != self.cluster:
             raise Refused("a controller answers the cluster's own nodes only; ask a shard")
-        if isinstance(message, HotReport):
-            self.shell.hot.heard(message)
-            reply(Done())
+        if isinstance(message, HotReport | HotGet):
+            reply(self.shell.hot.take(message))
         elif type(message) in self.messages:
             self.shell.received(origin, message, reply)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcomm.cli import bench, chaos, data, demo, doctor, roles, status, streams, up
+from kvcomm.cli import bench, chaos, data, demo, doctor, hot, roles, status, streams, up
 
 app = typer.Typer(
     name="kvcomm",
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("status")(status.status)
+app.command("hot")(hot.hot)
 app.command("get")(data.get)
 app.command("put")(data.put)
 app.command("ls")(data.ls)

@@ -765,6 +765,29 @@ class WarmOrder(Message, frozen=True):
     """A second, at most."""
 
 
+class HotGet(Message, frozen=True):
+    """Operator to the leading controller: what is hot?  Answered by :class:`HotView`."""
+
+
+class HotKey(msgspec.Struct, frozen=True, array_like=True):
+    """One key that is hot."""
+
+    key: bytes
+    """Of a block, or tenant digest and name of a record."""
+    rate_s: float
+    """Reads a second, of all clients."""
+    for_s: float
+    """Since it became hot."""
+
+
+class HotView(Message, frozen=True):
+    controller: str
+    """Who answers; what one knows that does not lead is old."""
+    blocks: Many[HotKey]
+    """Hottest first."""
+    records: Many[HotKey]
+
+
 # -- strong records
 # ------------------------------------------------------------------------------------------------------
 
@@ -1024,6 +1047,6 @@ MESSAGES: tuple[type[Message], ...] = (
     StrongSettle, StrongSettling, StrongRemove,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
-    HotReport, HotRecords, WarmOrder,
+    HotReport, HotRecords, WarmOrder, HotGet, HotView,
     ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
 )  # fmt: skip

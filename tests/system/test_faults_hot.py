@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.hotload import HotLoad, hot_load
 from kvcomm import connect
 from kvcomm.block import BlockKey, Incarnation
+from kvcomm.cli.app import app
 from kvcomm.cli.warm_source import ShardSource
 from kvcomm.client import Client
 from kvcomm.credentials import NODE_TENANT
@@ -53,6 +56,9 @@ def test_fault_37_a_hot_record_costs_its_shard_little_and_is_a_second_old_at_mos
         eventually(lambda: metric(busy.node("controller-0"), 'kvcomm_hot_keys{plane="record"}') > 0)
         eventually(lambda: running.watch(0.1).from_copies > 0)
         seen = running.watch(2.5)
+        shown = CliRunner().invoke(app, ["hot", "--instance", busy.instance.name, "--json"])
+        named = [row["key"] for row in json.loads(shown.output) if row["plane"] == "record"]
+        assert any(name.startswith("state/hot/") for name in named)
     assert seen.read_share > 0.85 and seen.writes > 20
     assert seen.from_copies > 0.5 * seen.reads
     assert seen.asked_share < 0.2, "each reader asks once a second, instead of a hundred times"
