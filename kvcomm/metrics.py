@@ -635,6 +635,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Deleted records that were removed for good, on every shard that kept them.",
     ),
     Definition(
+        "kvcomm_records_purged_total", "counter", _SHARD,
+        "Records that were dropped here after a move, for other shards keep them now.",
+    ),
+    Definition(
         "kvcomm_caught_up", "gauge", _SHARD,
         "1 = this shard's word counts; 0 = its store is new and not compared with all others yet, so reads "
         "ask those.",
