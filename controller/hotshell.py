@@ -12,7 +12,7 @@ from collections.abc import Callable
 from controller.hotkeys import HotKeys
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Ask
-from kvcomm.wire.messages import Done, HotGet, HotReport, Message, RingMap
+from kvcomm.wire.messages import HotReport, HotView, RingMap
 
 LOOKS = 4
 """So often in a window it is seen whether we lead and whether orders are due."""
@@ -43,13 +43,12 @@ class HotShell:
         self._node = node
         self._peers, self._ring, self._leads, self._resolve = peers, ring, leads, resolve
 
-    def take(self, message: HotReport | HotGet) -> Message:
-        """The answer to a shard's report, or to an operator's question."""
-        now = self._peers.clock()
-        if isinstance(message, HotGet):
-            return self.hot.view(self._node, now)
-        self.hot.heard(message, now)
-        return Done()
+    def heard(self, report: HotReport) -> None:
+        self.hot.heard(report, self._peers.clock())
+
+    def view(self) -> HotView:
+        """What is hot, for an operator."""
+        return self.hot.view(self._node, self._peers.clock())
 
     async def run(self) -> None:
         """Until cancelled."""

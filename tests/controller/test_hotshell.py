@@ -13,8 +13,6 @@ from controller.hotkeys import HotKeys, HotOptions
 from controller.hotshell import ORDER_S, HotShell
 from kvcomm.steps import Ask
 from kvcomm.wire.messages import (
-    Done,
-    HotGet,
     HotRecords,
     HotReport,
     HotView,
@@ -46,7 +44,7 @@ def shell(peers: Any, *, ring: RingMap | None = RING, leads: bool = True) -> Hot
     made = HotShell(
         "controller-0", hot, peers, ring=lambda: ring, leads=lambda: leads, resolve=WHERE.__getitem__
     )
-    assert made.take(HotReport(2.0, [], [KeyHeat(b"k", 10_000.0)])) == Done()
+    made.heard(HotReport(2.0, [], [KeyHeat(b"k", 10_000.0)]))
     return made
 
 
@@ -68,11 +66,9 @@ def test_nobody_is_told_by_one_that_does_not_lead_or_knows_no_map():
 def test_an_operator_is_told_what_is_hot_how_much_and_for_how_long():
     peers = Peers()
     made = shell(peers)
-    assert made.take(HotGet()) == HotView("controller-0", [], [])
+    assert made.view() == HotView("controller-0", [], [])
     made.order()
     peers.now += 10.0
-    view = made.take(HotGet())
-    assert isinstance(view, HotView)
-    [hot] = view.records
+    [hot] = made.view().records
     assert (hot.key, hot.for_s) == (b"k", 10.0)
     assert hot.rate_s == pytest.approx(10_000 / 2 * log(2) / 10)

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -341,8 +342,19 @@ class _Story:
             time.sleep(0.1)
 
     def _view(self) -> ClusterView:
-        """What a controller knows."""
-        answer = self._tell_controllers("ClusterGet", {}, 1.0)
+        """What the leader knows, or if none can be asked, what another controller does: only the leader knows
+        of operations."""
+        addresses = self._cluster.controller_addresses()
+        view = self._view_of(addresses)
+        if view.leader and view.leader != view.controller:
+            number = int(view.leader.rpartition("-")[2])
+            with suppress(Unavailable):
+                return self._view_of(addresses[number : number + 1])
+        return view
+
+    def _view_of(self, addresses: list[str]) -> ClusterView:
+        answer = next(iter(self._cluster.agents.values())).ask(Told(addresses, "ClusterGet", {}, 1.0))
+        assert isinstance(answer, Done)
         return msgspec.json.decode(answer.text, type=ClusterView)
 
     def _tell_controllers(self, name: str, fields: dict[str, Any], within_s: float) -> Done:
