@@ -253,7 +253,7 @@ class Controller:
                     lead.saw(message, now)
                 return self._heartbeat_answer(message, now)
             case ClusterGet():
-                return self._view(now)
+                return self.view(now)
         return Failure(Refused.code, f"a controller does not answer {type(message).__name__}")
 
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -277,7 +277,8 @@ class Controller:
 
     # -- the view
 
-    def _view(self, now: float) -> ClusterView:
+    def view(self, now: float) -> ClusterView:
+        """Everything that this controller knows; operations only while it leads."""
         leader = self._leader_known(now)
         nodes = [self._node_view(name, now) for name in sorted(self._expected())]
         missing = any(view.state != "alive" for view in nodes)
@@ -287,10 +288,15 @@ class Controller:
         return ClusterView(self.node, leader, self._term, mode, self.ring, nodes, operations)
 
     def _expected(self) -> set[str]:
-        expected = {*self._roster.names}
-        if self.ring is not None:
-            expected |= set(nodes_of(self.ring))
-        return expected
+        """The nodes of the ring, and who else was heard; a shard or a pool in no ring that is silent was
+        drained and stopped, and is missed by nobody."""
+        roster = self._roster
+        ringed = set(nodes_of(self.ring)) if self.ring is not None else set[str]()
+        stores = {
+            name for name in roster.names if (beat := roster.beat(name)) and beat.role in ("shard", "pool")
+        }
+        stopped = {name for name in stores - ringed if roster.liveness.state(name) != "alive"}
+        return ringed | {*roster.names} - stopped
 
     def _node_view(self, name: str, now: float) -> NodeView:
         roster, liveness = self._roster, self._roster.liveness

@@ -285,6 +285,7 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+        metrics.counter("kvcomm_shed_records_total").advance_to(repair.purged)
 
     def refresh_disk(self, disk: Depot | None, refill: RefillCounts) -> None:
         """The same for its disk tier, if it has one, and for the copies that it got back."""

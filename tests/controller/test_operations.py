@@ -121,6 +121,10 @@ def test_draining_a_shard_and_a_pool() -> None:
     assert last(world).step == "done" and "pool-0" not in world.nodes
     assert not world.ring.pools
     settled(world)
+    world.run(30)
+    view = world.ask("controller-0", ClusterGet())
+    assert isinstance(view, ClusterView) and view.mode == "whole", "what was drained is missed by nobody"
+    assert not {"shard-1", "pool-0"} & {node.node for node in view.nodes}
 
 
 def test_moving_a_range() -> None:
