@@ -595,10 +595,6 @@ DEFINITIONS: tuple[Definition, ...] = (
         {"outcome": ("complete", "failed")},
     ),
     Definition(
-        "kvcomm_shed_records_total", "counter", _SHARD,
-        "Records that were dropped because the ring gave them to other shards.",
-    ),
-    Definition(
         "kvcomm_shed_blocks_total", "counter", _SHARD,
         "Blocks that were dropped because the ring gave them to other shards.",
     ),
@@ -670,6 +666,10 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_tombstones_removed_total", "counter", _SHARD,
         "Deleted records that were removed for good, on every shard that kept them.",
+    ),
+    Definition(
+        "kvcomm_records_purged_total", "counter", _SHARD,
+        "Records that were dropped here after a move, for other shards keep them now.",
     ),
     Definition(
         "kvcomm_caught_up", "gauge", _SHARD,

@@ -1,7 +1,7 @@
 """``L3Tier``: the client's side of the shards: blocks by the ring, records by a coordinator.
 
 Theory of operation.  The ring says which shards hold a key; a request carries the ring's epoch, and a shard
-that knows a newer map sends it along instead of an answer, which is adopted and the request repeated once.  A
+that knows a newer map sends it along instead of an answer, which is adopted and the request repeated.  A
 shard that failed is passed over for a while (``routes``).
 
 * **Blocks** (``locating``, ``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about
@@ -54,7 +54,7 @@ from kvcomm.wire.messages import (
     StrongOutcomes,
     StrongRead,
 )
-from l3_shard.coordination import NOTHING_WRONG, Batch, Coordination, Problems
+from l3_shard.coordination import NOTHING_WRONG, PLACED_MAX, Batch, Coordination, Problems
 from l3_shard.desk import strong_wait_s
 from l3_shard.fetching import Fetching
 from l3_shard.filters import Filters
@@ -278,11 +278,11 @@ class L3Tier:
             Unavailable: too many shards did not answer, or have new stores and may lack names.
             TooLarge, Refused: the prefix is too long, or a shard is busy.
         """
-        for _ in range(2):
+        for _ in range(PLACED_MAX):
             found = yield from self._scan(prefix)
             if found is not None:
                 return found
-        raise Unavailable("the ring changed twice during one scan; try again")
+        raise Unavailable(f"the ring changed {PLACED_MAX} times during one scan; try again")
 
     def _scan(self, prefix: bytes) -> Steps[list[bytes] | None]:
         """``None``: the shards are others by now, and we know them."""

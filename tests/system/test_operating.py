@@ -86,7 +86,7 @@ def test_scale_move_drain_and_cancel_with_everything_still_there(running: Cluste
         assert [node.node for node in shards] == [f"shard-{index}" for index in range(4)]
         # What the new shard has, others have dropped: two copies of each record, before and after.
         held = _records(running)
-        assert sum(metric(node, "kvcomm_shed_records_total") for node in shards) == held["shard-3"] > 0
+        assert sum(metric(node, "kvcomm_records_purged_total") for node in shards) == held["shard-3"] > 0
 
         assert told(running, "move", "0%-50%", "--to", "shard-3")["step"] == "done"
         assert kvcomm(running, "scale", "--shards", "4").stdout.startswith("nothing is to be done")

@@ -86,6 +86,11 @@ def test_who_is_heard_but_not_by_all_is_told():
     assert "shard-9 is unknown: not heard since this controller was started" in said
 
 
+def test_who_was_drained_is_not_missed():
+    nodes = [node("controller-0"), node("shard-9", "dead", 40.0, in_ring=False)]
+    assert len(list(lines(view(nodes=nodes)))) == 1
+
+
 def test_operations_show_their_progress_and_only_a_few_past_ones():
     past = [OperationView(number, "drain shard-4", "done", 1.0, -1.0) for number in range(6, 0, -1)]
     now = OperationView(7, "shard-5 joins", "copying", 0.25, 75.0, [], "shard-5 is not heard")
