@@ -247,6 +247,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     from controller.process import RunningController, run_controller
     from kvcomm.cli.gateway import ControllerBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.cli.standing import refresh_controller
 
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
@@ -254,7 +255,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     def ready(running: RunningController) -> None:
         def refresh() -> None:
             process.refresh_server(running.server, running.machine.epoch)
-            process.metrics.gauge("kvcomm_controller_term").set(running.term)
+            refresh_controller(process.metrics, running.machine.view(time.monotonic()), running.term)
             process.metrics.gauge("kvcomm_controller_votes").set(running.metadata.counts().votes)
             hot = running.shell.hot.hot
             process.metrics.gauge("kvcomm_hot_keys", plane="block").set(len(hot.blocks.keys))
