@@ -1,7 +1,7 @@
 """Shards that come, go and give each other their keys while clients work: nothing may be lost by it.
 
-All steps of a move and all who can be killed at them take minutes: ``KVCOMM_LONG_FAULTS=1``, or ``kvcomm chaos
-run move-kills``.
+All steps of a move and all who can be killed at them take minutes: ``KVCOMM_LONG_FAULTS=1``, or
+``kvcomm chaos run move-kills``.
 """
 
 from __future__ import annotations
