@@ -49,6 +49,7 @@ MEASURES: dict[str, str] = {
     "majority of replicas on the caller's side",
     "eventual_failed": "eventual calls that were refused or of unknown outcome, in the whole story",
     "strong_failed": "strong calls likewise",
+    "failed_share": "share of the calls of records that were not answered, in the whole story",
     "eventual_answered": "eventual calls that were answered during faults",
     "strong_answered": "strong calls likewise",
     "key_stop_s": "longest time for which one record was not answered, from the begin of the first call that "
@@ -147,7 +148,13 @@ def _counted(violations: Sequence[Violation], calls: Sequence[Call]) -> dict[str
         "late_calls": count("deadlines"),
         "eventual_failed": float(sum(call.kind == "eventual" for call in failed)),
         "strong_failed": float(sum(call.kind == "strong" for call in failed)),
+        "failed_share": _failed_share(calls),
     }
+
+
+def _failed_share(calls: Sequence[Call]) -> float | None:
+    share = _share([call for call in calls if call.kind != "blocks"])
+    return None if share is None else 1.0 - share
 
 
 # -- the clocks

@@ -175,8 +175,9 @@ class Cluster:
             Unavailable: they do not, in time.
         """
         names = {self.name(node, role) for role in self._roles(node, part)}
-        deadline = time.monotonic() + STARTED_WITHIN_S
-        self._wait(lambda: names <= {each.node for each in self._records()}, deadline, f"{node} is not back")
+        deadline, those = time.monotonic() + STARTED_WITHIN_S, self._chosen(node, part)
+        there = lambda: names <= {each.node for each in self._records()}  # noqa: E731
+        self._wait(there, deadline, f"{node} is not back", those)
         if isinstance(self.hosts, Loopback):
             self.hosts.repeat(self.nodes)  # it knows nothing of the cuts that stand
         return self.shard_addresses().get(self.name(node, "shard"), "")
@@ -292,9 +293,13 @@ class Cluster:
         """Hosts whose shard is registered."""
         return {self.host_of(each.node) for each in self._records() if each.role == "shard"}
 
-    def _wait(self, look: Callable[[], bool], deadline: float, what: str) -> None:
+    def _wait(
+        self, look: Callable[[], bool], deadline: float, what: str, those: Sequence[Process] | None = None
+    ) -> None:
+        """Until it is so, ``deadline``, or one of ``those`` processes (``None`` = any) has ended."""
+        those = list(self._processes.values()) if those is None else those
         while not look():
-            ended = [each for each in self._processes.values() if not each.alive]
+            ended = [each for each in those if not each.alive]
             if ended or time.monotonic() > deadline:
                 words = "; ".join(f"{each.name}: {each.last_words()}" for each in ended)
                 raise Unavailable(f"{what}{': ' + words if words else ' in time'}")

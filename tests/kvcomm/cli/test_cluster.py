@@ -38,7 +38,7 @@ def ring(replicas: int = 3) -> RingMap:
 def node(
     name: str, state: str = "alive", silent_s: float = 0.5, *, in_ring: bool = True, **more: Any
 ) -> NodeView:
-    return NodeView(name, name.split("-")[0], "r", state, silent_s, 9, 1, in_ring=in_ring, **more)
+    return NodeView(name, name.split("-", maxsplit=1)[0], "r", state, silent_s, 9, 1, in_ring=in_ring, **more)
 
 
 def view(dead: int = 0, mode: str = "whole", leader: str = "controller-0", **more) -> ClusterView:
