@@ -62,6 +62,8 @@ MEASURES: dict[str, str] = {
     "leader_changes": "times that the controllers' leader was another one than before",
     "leader_back_s": "from the first fault until some controller names a leader of a later term, or the same "
     "again",
+    "lag_s": "longest time for which a process of clients was late by itself, for want of processor time: "
+    "other times are not worth more than this",
     "orders_open": "orders that were neither carried out nor taken back by the end of the story",
     "orders_undone": "orders that were taken back, or failed",
     "orders_refused": "orders that were refused",
@@ -373,6 +375,10 @@ def _leader_back_s(judged: _Judged) -> float | None:
     return min(later, default=judged.first_fault) - judged.first_fault
 
 
+def _lag_s(judged: _Judged) -> float | None:
+    return max((sample.late_s for sample in judged.observed.samples), default=None)
+
+
 def _orders_open(judged: _Judged) -> float | None:
     observed = judged.observed
     ended = observed.orders_done + observed.orders_undone
@@ -407,6 +413,7 @@ _LOOKS: dict[str, Callable[[_Judged], float | None]] = {
     "epochs": _epochs,
     "leader_changes": _leader_changes,
     "leader_back_s": _leader_back_s,
+    "lag_s": _lag_s,
     "orders_open": _orders_open,
     "orders_undone": _orders_undone,
     "orders_refused": _orders_refused,
