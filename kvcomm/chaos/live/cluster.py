@@ -7,8 +7,10 @@ process is started with a configuration of its host, as an operator of several m
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,12 +32,15 @@ from kvcomm.rpc import Connection, Identity
 from kvcomm.wire.messages import DropOrder, DropPeer, Message
 
 CONTROLLER_PORT = 7400
+INSTANCE = "chaos"
+"""Begin of the names of clusters that are made for a story; the number of its process follows."""
 TENANT = "chaos"
 """Of the clients: in a cluster of somebody's nobody else's records are touched."""
 STARTED_WITHIN_S = 60.0
 REQUEST_TIMEOUT_S = 0.5
 CONNECT_TIMEOUT_S = 0.5
 
+_OURS = re.compile(rf"{INSTANCE}-(\d+)-[0-9a-f]+")
 _CONFIG = """
 cache: {{l1_size: 4MiB, l3_size: 48MiB}}
 network:
@@ -99,6 +104,8 @@ class Cluster:
         """By host and role."""
         self.agents: dict[str, Agent] = {}
         self._paused: set[tuple[str, str]] = set()
+        self._ports: dict[str, int] = {}
+        """Of controllers whose hosts share an address."""
         try:
             self._open(kind)
         except BaseException:
@@ -106,7 +113,8 @@ class Cluster:
             raise
 
     def _open(self, kind: str) -> None:
-        self.instance = Instance.create(f"chaos-{secrets.token_hex(4)}")
+        _sweep()
+        self.instance = Instance.create(f"{INSTANCE}-{os.getpid()}-{secrets.token_hex(4)}")
         self._ends.callback(self._remove_instance)
         self.hosts: Hosts = (
             Namespaces(self.scenario.nodes)
@@ -211,7 +219,7 @@ class Cluster:
         """Hosts that share an address have different ports."""
         if self.hosts.kind == "namespaces":
             return CONTROLLER_PORT
-        return CONTROLLER_PORT + 16 * (os.getpid() % 1000) + self.nodes.index(node)
+        return self._ports.setdefault(node, _free_port(self.hosts.address(node)))
 
     # -- the clients
 
@@ -351,3 +359,19 @@ class Cluster:
 def _over_tcp(node: NodeRecord) -> str:
     """A node's address for callers of other hosts; a drop table is told all of them."""
     return next((each for each in node.addresses if each.startswith("tcp:")), node.addresses[0])
+
+
+def _free_port(host: str) -> int:
+    """Nobody listens there now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _sweep() -> None:
+    """Remove the clusters of stories whose process is gone."""
+    for instance in Instance.list():
+        found = _OURS.fullmatch(instance.name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            with suppress(KVCommError):  # some of its nodes are still on their way out
+                instance.remove()
