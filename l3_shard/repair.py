@@ -295,7 +295,7 @@ class Repair:
                 done=partial(self._handed_on, neighbour, turn, now),
             ).start(self._options.batch_keys)
         elif neighbour.compare_at <= now:
-            if not self.ready and any(each.comparing is not None for each in self._neighbours.values()):
+            if not self.ready and any(map(_fetches, self._neighbours.values())):
                 neighbour.waiting = True
                 return
             hurry = self._readiness.wants(neighbour.node)
@@ -573,6 +573,11 @@ class Repair:
         """Assert every invariant."""
         self.hints.check()
         self.forest.check()
+
+
+def _fetches(neighbour: _Neighbour) -> bool:
+    """Whether records are coming from it: one that did not answer last time holds up nobody."""
+    return neighbour.comparing is not None and not neighbour.failure_count
 
 
 @dataclass(eq=False, slots=True)
