@@ -500,12 +500,17 @@ class Repair:
             digests = [
                 digest for index in message.indices for digest in tree.children((message.depth, index))
             ]
-            self._desk.close(request, TreeDigests(digests, not self.caught_up))
+            self._desk.close(request, TreeDigests(digests, not self._vouches()))
 
         if message.depth:
             answer(True)
         else:
             self._taken(lambda: self.forest.settle(answer))
+
+    def _vouches(self) -> bool:
+        """Whether everything that we acknowledged is in our trees: not on a new disk, nor where a record was
+        damaged and what came since has taken its place."""
+        return self.caught_up and not any(map(self._keepers, self._lines.damaged()))
 
     def leaf_get(self, origin: Origin, message: LeafGet) -> None:
         """Answer with the records of as many leaves as fit.
