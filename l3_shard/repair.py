@@ -75,7 +75,7 @@ class RepairOptions:
     tombstone_age_s: float = 24 * 3_600.0
     batch_keys: int = 64
     """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
-    gain_keys: int = 256
+    gain_keys: int = 128
     """The same while records are fetched that a move gives this shard."""
     move_rate_bytes: int = 0
     """A second, of those; 0 = as fast as it can."""
