@@ -2,8 +2,8 @@
 
 A shard that was silent is passed over for up to ``SHUN_MAX_S``: asking it would cost a whole request's time
 each time.  After the end of a split that is long.  So an operation that would have asked it sends it a
-``Ping`` beside its own requests, every ``PROBE_EVERY_S`` at most, and looks at its end whether that was
-answered: it waits for none.  Only where nobody else is left to ask, it gives the pings a moment first.
+``Ping`` beside its own requests, every ``PROBE_EVERY_S`` at most, and gives that a moment more at its end: a
+connection has to be opened first.  Where nobody else is left to ask, it waits for the pings before it begins.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from l3_shard.routes import Routes
 
 T = TypeVar("T")
 
+END_WAIT_S = 0.03
+"""Of an operation with pings under way: a few round trips, and a few hundredths of a client's time."""
 ALONE_WAIT_S = 0.1
 """For pings where nobody else can be asked."""
 
@@ -34,7 +36,7 @@ class Probing:
         if silent:
             yield from self._begin(silent)
         result: T = yield from operation
-        yield from self._hear(0.0)
+        yield from self._hear(END_WAIT_S)
         return result
 
     def _begin(self, silent: set[str]) -> Steps[None]:

@@ -23,7 +23,7 @@ SHUN_S = 1.0
 SHUN_MAX_S = 8.0
 PROBE_S = 0.7
 """How long one that was silent may take to show that it is not any more."""
-PROBE_EVERY_S = 0.25
+PROBE_EVERY_S = 0.5
 """Between two pings beside operations on blocks."""
 LAG_S = 1.0
 """How long a shard that lagged behind another owner is given no copies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcomm.wire.messages import Ping
-from l3_shard.probing import ALONE_WAIT_S
+from l3_shard.probing import ALONE_WAIT_S, END_WAIT_S
 from l3_shard.ring import Ring
 from l3_shard.routes import PROBE_EVERY_S
 from l3_shard.tier import L3Tier
@@ -63,13 +63,13 @@ def test_puts_and_lookups_find_out_too() -> None:
     assert shards.run(tier.lookup(KEYS)) == [True] * COUNT
 
 
-def test_pings_are_few_and_cost_nothing_while_others_answer() -> None:
+def test_pings_are_few_and_cost_little_while_others_answer() -> None:
     shards, tier = cut_off("a")
     shards.hung = {"a"}
     began, times = shards.now, 20
     for _ in range(times):
         shards.fetch(tier)
-    assert shards.now == began and len(pings(shards)) <= 1
+    assert shards.now - began <= END_WAIT_S and len(pings(shards)) <= 1
     others = [key for key in KEYS if Ring.from_map(shards.ring).block_owners(key) != ("a",)]
     shards.now += 10 * PROBE_EVERY_S
     shards.asked.clear()
@@ -83,6 +83,6 @@ def test_who_is_cut_off_from_everybody_waits_a_moment_each_time_and_no_longer() 
     for _ in range(5):
         began = shards.now
         shards.fetch(tier)
-        assert shards.now - began <= ALONE_WAIT_S
+        assert shards.now - began <= ALONE_WAIT_S + END_WAIT_S
         shards.now += 0.01
     assert len(pings(shards)) <= 3 * 2
