@@ -49,6 +49,8 @@ class LoadView:
     """Of the ring, in its order."""
     move_rate_bytes_s: float
     """That one shard may take while keys are moved to it."""
+    stretches: Mapping[str, list[tuple[int, int]]]
+    """Shard -> the stretches of the circle that it is the first owner of: first and last point."""
 
     @cached_property
     def mean_ops_s(self) -> float:
@@ -64,11 +66,6 @@ class LoadView:
         """The busiest shard against the mean; 1 = all alike."""
         busiest = max((shard.ops_s for shard in self.shards), default=0.0)
         return busiest / self.mean_ops_s if self.mean_ops_s else 1.0
-
-    @cached_property
-    def stretches(self) -> Mapping[str, list[tuple[int, int]]]:
-        """Shard -> the stretches of the circle that it is the first owner of: first and last point."""
-        return _stretches(self.ring)
 
 
 @dataclass(slots=True)
@@ -87,6 +84,8 @@ class LoadHistory:
 
     def __init__(self) -> None:
         self._shards: dict[str, _Shard] = {}
+        self._measured: tuple[RingMap, dict[str, list[tuple[int, int]]]] | None = None
+        """What each shard of the last map is the first owner of."""
 
     def saw(self, node: str, load: ShardLoad, now: float) -> None:
         """From a heartbeat."""
@@ -120,7 +119,7 @@ class LoadHistory:
             for node in ring.shards
         ):
             return None
-        stretches = _stretches(ring)
+        stretches = self._stretches(ring)
         shards = []
         for node in ring.shards:
             seen = self._shards[node.node]
@@ -138,11 +137,13 @@ class LoadHistory:
                     held_bytes=held_bytes,
                 )
             )
-        return LoadView(now, ring, tuple(shards), move_rate_bytes_s)
+        return LoadView(now, ring, tuple(shards), move_rate_bytes_s, stretches)
 
-
-def _stretches(ring: RingMap) -> dict[str, list[tuple[int, int]]]:
-    found: dict[str, list[tuple[int, int]]] = {}
-    for first, last, owner in Ring.from_map(ring).stretches():
-        found.setdefault(owner, []).append((first, last))
-    return found
+    def _stretches(self, ring: RingMap) -> dict[str, list[tuple[int, int]]]:
+        if self._measured is not None and self._measured[0] is ring:
+            return self._measured[1]
+        found: dict[str, list[tuple[int, int]]] = {}
+        for first, last, owner in Ring.from_map(ring).stretches():
+            found.setdefault(owner, []).append((first, last))
+        self._measured = (ring, found)
+        return found

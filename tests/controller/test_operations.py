@@ -222,6 +222,7 @@ def test_an_order_is_answered_when_it_is_noted() -> None:
     assert world.late_replies == [OrderAnswer(1, last(world).moves)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", range(0, 16, 1))
 def test_cancelling_at_any_time_ends_where_it_began_or_where_it_went(wait_s: int) -> None:
     world = started()
@@ -298,6 +299,7 @@ def test_too_few_shards_to_go_on_without_one_is_said() -> None:
     assert len(shards(world)) == 3
 
 
+@pytest.mark.slow
 def test_a_shard_that_slept_through_a_move_comes_back_clean() -> None:
     world = started(5)
     world.kill("shard-3")
@@ -351,6 +353,7 @@ def leader_dies_at(world: World, at_note: int) -> None:
     world.on_note = noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_note", range(1, 16))
 @pytest.mark.parametrize("order", [ScaleOrder(5), DrainOrder("shard-2")])
 def test_the_leader_dies_at_every_step_of_a_move(at_note: int, order: Message) -> None:
@@ -376,6 +379,7 @@ def test_the_leader_dies_at_every_step_of_a_move(at_note: int, order: Message) -
     settled(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_s", range(1, 15))
 def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     world = started()
@@ -394,6 +398,7 @@ def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     settled(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["shard-0", "shard-4"])
 @pytest.mark.parametrize("at_s", range(1, 15, 2))
 def test_a_source_or_target_dies_in_the_middle_and_comes_back(victim: str, at_s: int) -> None:
