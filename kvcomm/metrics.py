@@ -278,6 +278,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "background.",
     ),
     Definition(
+        "kvcomm_filtered_lookups_total", "counter", _CLIENT,
+        "Block keys that no shard was asked for, because the shards' filters ruled them out "
+        "(`cache.l3_filter_age`).",
+    ),
+    Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
         "Reads of this host's memory that got a copy where a view was wanted: the pin budget is used up, or "
         "no hazard slot is free.",
@@ -633,6 +638,10 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_tombstones_removed_total", "counter", _SHARD,
         "Deleted records that were removed for good, on every shard that kept them.",
+    ),
+    Definition(
+        "kvcomm_records_purged_total", "counter", _SHARD,
+        "Records that were dropped here after a move, for other shards keep them now.",
     ),
     Definition(
         "kvcomm_caught_up", "gauge", _SHARD,

@@ -503,14 +503,16 @@ class LauncherProcess:
         self._heart.changed()
 
 
-def shipped_controller(name: str, controllers: Controllers) -> Controller:
-    """The shipped machine, for a cluster with this plan."""
+def shipped_controller(
+    name: str, controllers: Controllers, controller: type[Controller] | None = None
+) -> Controller:
+    """The machine of a controller; ``controller`` takes the place of the shipped class."""
     from controller.controller import Controller, ControllerOptions, RingRules
 
     plan = controllers.cluster.plan
     rules = RingRules(plan.replicas, plan.write_quorum, plan.read_quorum, 1)
     options = ControllerOptions(replace_after_s=plan.replace_after_s, give_up_after_s=GIVE_UP_S)
-    return Controller(name, rules, controllers.initial, options)
+    return (controller or Controller)(name, rules, controllers.initial, options)
 
 
 class Operator:

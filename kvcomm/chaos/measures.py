@@ -88,21 +88,21 @@ def measure(scenario: Scenario, observed: Observed) -> Measured:
 # -- the judges
 
 
-def plan_of(scenario: Scenario) -> Plan:
+def plan_of(scenario: Scenario, observed: Observed) -> Plan:
     """The plan that the judges of the simulator go by."""
-    replicas = min(scenario.replicas, scenario.shards or scenario.nodes)
+    replicas, write_quorum, read_quorum = observed.quorums
     return Plan(
         seed=0,
-        shards=scenario.shards or scenario.nodes,
+        shards=max(replicas, scenario.shards or scenario.nodes),
         replicas=replicas,
-        write_quorum=replicas // 2 + 1,
-        read_quorum=replicas // 2 + 1,
+        write_quorum=write_quorum,
+        read_quorum=read_quorum,
         operation_timeout_s=scenario.load.deadline_s + SLACK_S,
     )
 
 
 def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
-    plan = plan_of(scenario)
+    plan = plan_of(scenario, observed)
     records, _ = observed.history.parted([*KINDS, *_EVENTUAL])
     strong, eventual = records.parted(KINDS)
     if observed.ending is not None:
@@ -110,6 +110,7 @@ def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
     yield from check_strong(plan, strong)
     if observed.equal_s is None:
         yield from (Violation("unequal", text) for text in observed.unequal)
+    yield from (Violation("order", text) for text in observed.orders_open)
     for operation in observed.history.operations():
         yield from _of_call(operation)
 

@@ -251,7 +251,7 @@ def _slow_link(hold_s: float, seed: int) -> Scenario:
         "the others go on. (Delay by itself needs a queueing discipline that many kernels lack; the "
         "simulator has it.)",
         [Slow(at_s=WARM_S, node="n5", kbit_s=1000), Heal(at_s=WARM_S + hold_s)],
-        [*UNTOUCHED, *_most(strong_gap_s=1.0), *_least(eventual_share=0.99)],
+        [*UNTOUCHED, *_most(strong_gap_s=1.0), *_least(eventual_share=0.95)],
         faults=[12],
     )
 

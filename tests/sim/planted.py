@@ -8,7 +8,7 @@ noticed for the wrong reason.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from kvcomm.chaos.cluster import (
 from kvcomm.chaos.disk import Disk, Fsync, Outcome, Part
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.driver import Done
+from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import simulate
 from kvcomm.chaos.swarm import draw_plan
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
@@ -45,7 +46,6 @@ from kvcomm.wire.messages import (
     RecordGet,
     RecordReplicate,
     RecordState,
-    RecordWrite,
     StrongChange,
     StrongOutcome,
     StrongOutcomes,
@@ -57,6 +57,7 @@ from l3_shard import acceptor, dvv, entering, proposer, quorum
 from l3_shard.changing import Changing
 from l3_shard.configuration import Configuration
 from l3_shard.lines import Local
+from l3_shard.place import Place
 from l3_shard.proposer import Proposal
 from l3_shard.quorum import Quorum, Standing
 from l3_shard.shard import Shard
@@ -76,6 +77,8 @@ class Planted:
     """(module or class, name, what takes its place): what no subclass reaches."""
     first_seed: int = 0
     """Of the worlds to try: where several things must come together, a test need not wait for them."""
+    worlds: Callable[[Plan], bool] = lambda plan: True
+    """Which of them it can show itself in at all."""
 
     def plant(self) -> ExitStack:
         """Close it to dig the bug up again."""
@@ -99,10 +102,12 @@ def _disks(disk: type[Disk]) -> Parts:
 # -- shards
 
 
-class _QuorumOneTooSmall(Shard):
-    def _draft(self, tenant: bytes, write: RecordWrite) -> Draft:
-        draft = super()._draft(tenant, write)
-        return replace(draft, need=max(1, draft.need - 1))
+def _lacks_one_less(self: Place, nodes: Collection[str]) -> tuple[int, int] | None:
+    for group in self.groups:
+        count, need = sum(node in nodes for node in group), max(1, self.quorum(group) - 1)
+        if count < need:
+            return count, need
+    return None
 
 
 class _AcknowledgedBeforePersisted(Shard):
@@ -566,7 +571,9 @@ def _nobody(message: Message) -> None:
 LIN = "linearizable"
 
 PLANTED = {
-    "quorum one too small": Planted("acknowledges with W - 1", ("durability",), _shards(_QuorumOneTooSmall)),
+    "quorum one too small": Planted(
+        "acknowledges with W - 1", ("durability",), patches=((Place, "lacks", _lacks_one_less),)
+    ),
     "acknowledged before persisted": Planted(
         "tells the client first", ("durability",), _shards(_AcknowledgedBeforePersisted)
     ),
@@ -689,7 +696,10 @@ def caught_at(bug: Planted) -> int | None:
     """The first of ``SEEDS_MAX`` seeds in whose world a promise that ``bug`` breaks is found broken."""
     with bug.plant():
         for seed in range(bug.first_seed, bug.first_seed + SEEDS_MAX):
-            broken = {violation.promise for violation in simulate(draw_plan(seed), bug.parts).violations}
+            plan = draw_plan(seed)
+            if not bug.worlds(plan):
+                continue
+            broken = {violation.promise for violation in simulate(plan, bug.parts).violations}
             if broken & set(bug.promises):
                 return seed
     return None
