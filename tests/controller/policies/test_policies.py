@@ -22,7 +22,6 @@ from kvcomm.wire.messages import ShardLoad
 from l3_shard.ring import Ring
 from tests.controller.policies.load import EVEN, Cluster, ring_of, zipf
 
-
 STRETCHES = Ring.from_map(ring_of(3)).stretches()
 
 
