@@ -201,11 +201,11 @@ class Lead:
             self._go_on(self.ring, now)
         return [*self._notebook.due(now), *self._offers_due(now)]
 
-    def deadline(self) -> float | None:
-        times = [self.until, self._notebook.deadline(), self._differs_due, *self._offer_times()]
-        times.append(None if self._recalled else self._recall_at)
-        times.append(None if self._complete_at is None else self._complete_at + POOLS_S)
-        return min(time for time in times if time is not None)
+    def deadline(self, now: float) -> float | None:
+        """When there may be something to do again.  What is overdue waits for an event, not for time."""
+        times = [self.until, self._recall_at, self._notebook.deadline(), self._differs_due]
+        times += [*self._offer_times(), None if self._complete_at is None else self._complete_at + POOLS_S]
+        return min((time for time in times if time is not None and time > now), default=None)
 
     def check(self) -> None:
         if self.ring is not None:

@@ -287,7 +287,11 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    options = ControllerOptions(
+        heartbeat_s=cluster.heartbeat_s,
+        replace_after_s=cluster.replace_after_s,
+        move_rate_bytes_s=cluster.move_rate_bytes,
+    )
     return Controller(process.node, rules, initial, options)
 
 

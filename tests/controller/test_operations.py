@@ -318,7 +318,7 @@ def test_no_transition_begins_with_a_shard_that_is_not_clean() -> None:
     accepted(world.order(ScaleOrder(5)))
     world.run(10)
     assert world.ring.transition is None and world.ring.epoch == 1
-    assert last(world).trouble == "shard-2 still keeps what an earlier move took away from it"
+    assert last(world).trouble == "waits for shard-2 to drop what an earlier move took away"
 
 
 def test_progress_and_the_time_that_is_left() -> None:
