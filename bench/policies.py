@@ -57,7 +57,7 @@ class Size:
     seeds: int
 
 
-FULL = Size(hours=4.0, keys=20_000, shifted=100, seeds=5)
+FULL = Size(hours=3.0, keys=20_000, shifted=100, seeds=5)
 SMOKE = Size(hours=1.0, keys=500, shifted=20, seeds=2)
 
 
@@ -119,7 +119,7 @@ class Traffic:
     def ops_s(self, ring: RingMap) -> NDArray[np.float64]:
         """Of each shard of the ring, in its order, without what wavers."""
         order = {node.node: index for index, node in enumerate(ring.shards)}
-        stretches = Ring.from_map(ring).stretches()
+        stretches = Ring.from_map(ring).stretches
         ends = np.array([last for _, last, _ in stretches], dtype=np.uint64)
         owners = np.array([order[owner] for _, _, owner in stretches])
         at = np.searchsorted(ends, self._points)

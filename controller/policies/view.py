@@ -84,7 +84,7 @@ class LoadHistory:
 
     def __init__(self) -> None:
         self._shards: dict[str, _Shard] = {}
-        self._measured: tuple[RingMap, dict[str, list[tuple[int, int]]]] | None = None
+        self._measured: tuple[RingMap, _Owned] | None = None
         """What each shard of the last map is the first owner of."""
 
     def saw(self, node: str, load: ShardLoad, now: float) -> None:
@@ -119,17 +119,16 @@ class LoadHistory:
             for node in ring.shards
         ):
             return None
-        stretches = self._stretches(ring)
+        owned = self._owned(ring)
         shards = []
         for node in ring.shards:
             seen = self._shards[node.node]
-            owned = sum(last - first + 1 for first, last in stretches.get(node.node, []))
             held_bytes = seen.load.record_bytes + seen.load.block_bytes + seen.load.disk_bytes
             shards.append(
                 ShardView(
                     node=node.node,
                     weight=node.weight,
-                    share=owned / CIRCLE,
+                    share=owned.shares.get(node.node, 0.0),
                     ops_s=seen.ops_s,
                     trend=(seen.ops_s - seen.slow_ops_s) / (TREND_S - SMOOTH_S),
                     hit_share=seen.hit_share,
@@ -137,13 +136,27 @@ class LoadHistory:
                     held_bytes=held_bytes,
                 )
             )
-        return LoadView(now, ring, tuple(shards), move_rate_bytes_s, stretches)
+        return LoadView(now, ring, tuple(shards), move_rate_bytes_s, owned.stretches)
 
-    def _stretches(self, ring: RingMap) -> dict[str, list[tuple[int, int]]]:
-        if self._measured is not None and self._measured[0] is ring:
-            return self._measured[1]
+    def _owned(self, ring: RingMap) -> _Owned:
+        if self._measured is None or self._measured[0] is not ring:
+            self._measured = (ring, _Owned.of(ring))
+        return self._measured[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """What each shard of a map is the first owner of."""
+
+    stretches: dict[str, list[tuple[int, int]]]
+    shares: dict[str, float]
+
+    @staticmethod
+    def of(ring: RingMap) -> _Owned:
         found: dict[str, list[tuple[int, int]]] = {}
-        for first, last, owner in Ring.from_map(ring).stretches():
+        for first, last, owner in Ring.from_map(ring).stretches:
             found.setdefault(owner, []).append((first, last))
-        self._measured = (ring, found)
-        return found
+        shares = {
+            owner: sum(last - first + 1 for first, last in spans) / CIRCLE for owner, spans in found.items()
+        }
+        return _Owned(found, shares)

@@ -22,7 +22,7 @@ from kvcomm.wire.messages import ShardLoad
 from l3_shard.ring import Ring
 from tests.controller.policies.load import EVEN, Cluster, ring_of, zipf
 
-STRETCHES = Ring.from_map(ring_of(3)).stretches()
+STRETCHES = Ring.from_map(ring_of(3)).stretches
 
 
 def view_of(loads: dict[str, float], now: float = 1000.0, held_bytes: int = 0) -> LoadView:
