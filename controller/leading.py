@@ -167,7 +167,7 @@ class Lead:
 
     def order(self, origin: Origin, message: Order, now: float) -> list[Effect]:
         """Answered when it is noted: what was answered is not forgotten with this process."""
-        if self.ring is None or self.journal is None or self._lost or self._notebook.pending("ring"):
+        if self.ring is None or self.journal is None or self._lost:
             return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
         try:
             answer, journal = self._conductor.order(message, self.journal, self.ring, now)

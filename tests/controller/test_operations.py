@@ -15,6 +15,7 @@ from kvcomm.wire.messages import (
     Failure,
     Message,
     MoveOrder,
+    NodePlan,
     OperationView,
     OrderAnswer,
     RebalanceOrder,
@@ -22,7 +23,7 @@ from kvcomm.wire.messages import (
     ScaleOrder,
     ShardLoad,
 )
-from tests.controller.world import KEYS, NoAnswer, World, plans
+from tests.controller.world import KEYS, FakeNode, NoAnswer, World, plans
 
 RULES = RingRules(replicas=3, write_quorum=2, read_quorum=2, block_copies=1)
 OPTIONS = ControllerOptions(replace_after_s=60.0, give_up_after_s=30.0)
@@ -78,6 +79,23 @@ def test_scaling_out_adds_shards_and_moves_keys_to_them() -> None:
     assert shards(world) == [f"shard-{index}" for index in range(6)]
     assert world.nodes["shard-5"].store
     assert [epoch for epoch, ring in world.maps.items() if ring.transition is not None], "it was a transition"
+    settled(world)
+
+
+def test_a_new_shard_may_turn_out_to_be_in_another_rack() -> None:
+    world = started()
+    start = world.start
+
+    def elsewhere(plan: NodePlan) -> FakeNode:
+        node = start(plan)
+        if plan.node == "shard-4":
+            node.plan = NodePlan(plan.node, plan.role, "rack-7")
+        return node
+
+    world.start = elsewhere  # type: ignore[method-assign]
+    accepted(world.order(ScaleOrder(5)))
+    world.run(30)
+    assert last(world).step == "done"
     settled(world)
 
 
