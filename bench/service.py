@@ -140,7 +140,12 @@ def pool_address(running: Service) -> str:
 
 def identity(running: Service) -> Identity:
     """One more client of the same tenant."""
-    return Identity(running.instance.credentials().token(TENANT), Incarnation(secrets.randbits(64) | 1))
+    return identity_of(running.instance.credentials().token(TENANT))
+
+
+def identity_of(token: str) -> Identity:
+    """One more client with this credential."""
+    return Identity(token, Incarnation(secrets.randbits(64) | 1))
 
 
 def namespace(block_bytes: int) -> Namespace:

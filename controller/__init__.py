@@ -1,11 +1,12 @@
-"""The controller: starts and restarts a cluster's nodes and issues ring epochs; off the data path.
+"""The controllers of a cluster and what keeps its processes running; off the data path.
 
-`supervisor` decides (pure), `server` performs, `launcher` starts processes. One supervisor an instance, held
-by `kvcomm up`; membership is static and comes from the configuration. Reads and writes never depend on this
-package: with the supervisor gone they go on under the last map.
+Each controller process is a member of the metadata group (`metadata`), wants its lease (`leadership`), and
+drives one `controller.Controller`, the pure machine that decides: who is alive, which map is the newest, what
+is moved where. `process` is its shell. `kvcomm up` runs the `supervisor` (pure; `server` performs, `launcher`
+starts processes), which keeps running what the leader plans.
 
-Not here yet: leases between several controllers, hot keys, load policies, migration of shards, recovery after
-a network partition, affinity of agents to racks, launchers on other hosts.
+Reads and writes never depend on this package: with all of it gone they go on under the last map, and
+everything that it knew is found again in the shards.
 
 May import: `l1`, `l2_rdma`, `l3_shard`, `kvcomm`. Nothing imports it but the composition roots.
 """

@@ -47,6 +47,8 @@ __all__ = [
     "Recalled", "RingRules",
 ]  # fmt: skip
 
+FORGET_S = 60.0
+"""Who is neither in the map nor planned, and has been dead for so long, is forgotten."""
 LATE_S = 1.0
 """A tick that comes later than this says that we stood still."""
 NOT_LEADER = "not_leader"
@@ -126,6 +128,7 @@ class Controller:
         self._notice_lateness(event, now)
         effects = self._take(event, now)
         self._roster.liveness.judge(now)
+        self._forget(now)
         lead = self._leading(now)
         if lead is not None:
             effects += lead.work(now)
@@ -253,7 +256,7 @@ class Controller:
                     lead.saw(message, now)
                 return self._heartbeat_answer(message, now)
             case ClusterGet():
-                return self._view(now)
+                return self.view(now)
         return Failure(Refused.code, f"a controller does not answer {type(message).__name__}")
 
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -277,20 +280,29 @@ class Controller:
 
     # -- the view
 
-    def _view(self, now: float) -> ClusterView:
+    def view(self, now: float) -> ClusterView:
+        """Everything that this controller knows; operations only while it leads."""
         leader = self._leader_known(now)
-        nodes = [self._node_view(name, now) for name in sorted(self._expected())]
-        missing = any(view.state != "alive" for view in nodes)
+        nodes = [self._node_view(name, now) for name in sorted({*self._roster.names, *self._wanted()})]
+        wanted = self._wanted()
+        missing = any(view.state != "alive" for view in nodes if view.node in wanted)
         mode = "leaderless" if not leader else "partitioned" if missing else "whole"
         lead = self._leading(now)
         operations = [] if lead is None else lead.views(now)
         return ClusterView(self.node, leader, self._term, mode, self.ring, nodes, operations)
 
-    def _expected(self) -> set[str]:
-        expected = {*self._roster.names}
-        if self.ring is not None:
-            expected |= set(nodes_of(self.ring))
-        return expected
+    def _wanted(self) -> set[str]:
+        """Nodes that should be there, as far as this controller knows."""
+        journal = self._lead.noted_journal if self._lead is not None else None
+        planned = {node.node for node in journal.nodes} if journal is not None else set()
+        return planned | set(nodes_of(self.ring) if self.ring is not None else ())
+
+    def _forget(self, now: float) -> None:
+        liveness = self._roster.liveness
+        gone = [name for name in liveness.names if liveness.gone_s(name, now) > FORGET_S]
+        if gone:
+            for name in sorted({*gone} - self._wanted()):
+                self._roster.forget(name)
 
     def _node_view(self, name: str, now: float) -> NodeView:
         roster, liveness = self._roster, self._roster.liveness

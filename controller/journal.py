@@ -111,6 +111,15 @@ class Journal(msgspec.Struct, frozen=True, array_like=True):
             nodes = [weights.get(node.node, node) for node in nodes if node.node not in gone]
         return replace(self, nodes=nodes, operations=[*self.operations[:-1], operation])
 
+    def with_pools(self, pools: Iterable[NodePlan]) -> Journal:
+        """With the pools of the configuration, which may have changed, but for those that an operator has
+        drained."""
+        drained = {
+            node for each in self.operations if each.kind == "drain" and not each.back for node in each.leaves
+        }
+        others = [node for node in self.nodes if node.role != "pool"]
+        return replace(self, nodes=[*others, *(pool for pool in pools if pool.node not in drained)])
+
     def without(self, names: Iterable[str]) -> Journal:
         """These are not to run any more."""
         gone = set(names)

@@ -142,7 +142,7 @@ class Lead:
         self._issue(event.ring)
         if self.journal is None:
             self.journal = journal_of(event.ring, self._running())
-        self._write(self.journal)
+        self._write(self.journal.with_pools(node for node in self._initial if node.role == "pool"))
 
     def noted(self, event: Noted, now: float) -> list[Effect]:
         if event.outcome == "fenced":

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from kvcomm.block import Incarnation
 from kvcomm.credentials import Credentials
-from kvcomm.errors import ConfigError
+from kvcomm.errors import ConfigError, Unavailable
 from kvcomm.leaseplane import LeasePlane
 from kvcomm.metrics import Metrics
 from kvcomm.rpc.asynchronous import run_async
@@ -96,6 +96,7 @@ class Metadata:
             raise ConfigError(
                 f"{node} is none of the controllers {', '.join(members)}: see cluster.controllers"
             )
+        await asyncio.to_thread(_check_members, directory, members)
         ring = metadata_ring(members)
         records = await RecordProcess.open(
             node,
@@ -125,3 +126,27 @@ class Metadata:
     async def close(self) -> None:
         """Raises ``DiskFailed``: the last sync failed."""
         await self.records.close()
+
+
+def _check_members(directory: Path, members: Sequence[str]) -> None:
+    """Votes in ``directory`` were given among these members; among others they would mean something else.
+
+    Raises:
+        ConfigError: they were given among others.
+        Unavailable: the directory cannot be used.
+    """
+    path, wanted = directory / "members", "\n".join(members) + "\n"
+    try:
+        if not path.exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            draft.write_text(wanted)
+            draft.replace(path)
+        before = path.read_text()
+    except OSError as error:
+        raise Unavailable(f"{directory} cannot be used: {error.strerror}") from error
+    if before != wanted:
+        raise ConfigError(
+            f"cluster.controllers is {len(members)}, but {directory} is of one of {len(before.split())}: "
+            "their number is fixed for the life of a cluster"
+        )

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controller.advising import Advising
 from controller.controller import Controller, Deposed, Follows, Led, Note, Noted, Publish, Recall, Recalled
 from controller.hotkeys import HotKeys, HotOptions
 from controller.hotshell import HotShell
@@ -29,11 +30,13 @@ from kvcomm.machine import ConnectionId, Effect, Origin, Ticket
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import (
+    AffinityGet,
     CancelOrder,
     ClusterGet,
     Done,
     DrainOrder,
     Heartbeat,
+    HotGet,
     HotReport,
     Message,
     MoveOrder,
@@ -219,12 +222,14 @@ class Shell:
         )
         self._publisher = _Publisher(settings.publish)
         self.hot = HotShell(
+            machine.node,
             HotKeys(settings.hot),
             metadata.records.peers,
             ring=lambda: machine.ring,
             leads=lambda: self.term > 0,
             resolve=self._resolve,
         )
+        self.advising = Advising()
         self._leading: asyncio.Future[None] | None = None
         self._recalling: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Future[None]] = set()
@@ -237,6 +242,17 @@ class Shell:
         if isinstance(message, Heartbeat):
             self._beats[message.node] = message
         self.runtime.received(origin, message, reply)
+
+    def reported(self, report: HotReport) -> None:
+        self.hot.heard(report)
+        self.advising.heard(report, self.metadata.records.clock())
+
+    def advise(self, question: AffinityGet, reply: ReplyFunction) -> None:
+        self._spawn(self._advise(question, reply))
+
+    async def _advise(self, question: AffinityGet, reply: ReplyFunction) -> None:
+        racks = {beat.rack for beat in self._beats.values() if beat.role in ("pool", "shard")}
+        reply(await self.advising.answer(question, racks, self.metadata.records.clock()))
 
     async def step_down(self) -> None:
         """Stop leading, so that another may at once."""
@@ -331,8 +347,12 @@ class ControllerService:
         if origin.tenant != self.cluster:
             raise Refused("a controller answers the cluster's own nodes only; ask a shard")
         if isinstance(message, HotReport):
-            self.shell.hot.heard(message)
+            self.shell.reported(message)
             reply(Done())
+        elif isinstance(message, HotGet):
+            reply(self.shell.hot.view())
+        elif isinstance(message, AffinityGet):
+            self.shell.advise(message, reply)
         elif type(message) in self.messages:
             self.shell.received(origin, message, reply)
         else:

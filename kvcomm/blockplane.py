@@ -124,10 +124,7 @@ class BlockPlane(Generic[M]):
         yield from _fill(where, "l2", self._l2, keys)
         rest = [index for index, tier in enumerate(where) if tier is None]
         absent = self._l1.known_absent([keys[index] for index in rest], self._clock())
-        asking = zip(rest, absent, strict=True)
-        end = next(
-            (index for index, gone in asking if gone or not self._l1.maybe_remote(keys[index])), len(keys)
-        )
+        end = next((index for index, gone in zip(rest, absent, strict=True) if gone), len(keys))
         del where[end:]
         asked = yield from _fill(where, "l3", self._l3, keys)
         end = where.index(None) if None in where else len(where)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule, rule_of
 
+FILTER_AGE_MAX_S = 10.0
 HOT_AGE_MAX_S = 1.0
 TRANSPORTS = ("shm", "cuda", "verbs", "tcp")
 CONTROLLERS = (1, 3, 5)
@@ -105,6 +106,13 @@ def _seconds(value: Any, _ram_bytes: int) -> float:
     if not found:
         _unlike(value, 'a duration with its unit: "5s", "50ms", "2m"')
     return float(found[1]) * _DURATION_S[str(found[2])]
+
+
+def _filter_age(value: Any, _ram_bytes: int) -> float:
+    seconds = _seconds(value, 0)
+    if seconds > FILTER_AGE_MAX_S:
+        raise ValueError(f"is {value!r}, but shards keep what they ruled in for {FILTER_AGE_MAX_S:g} s only")
+    return seconds
 
 
 def _hot_age(value: Any, _ram_bytes: int) -> float:
@@ -309,6 +317,14 @@ class CacheConfig:
         "Memory for blocks in each shard, taken from /dev/shm at start. At the bound the least useful blocks "
         "are evicted.",
     )  # fmt: skip
+    l3_filter_age_s: float = _setting(
+        "l3_filter_age", _filter_age, "0s",
+        "While most of what an agent asks the shards for is absent, it fetches a Bloom filter of each "
+        "shard's blocks, and for so long asks for nothing that the filters rule out. It then notices a block "
+        "that "
+        "somebody else has published in the meantime that much later, also one that it never asked for. At "
+        "most 10 s. `0s`: no filters.",
+    )  # fmt: skip
     hot_record_age_s: float = _setting(
         "hot_record_age", _hot_age, "1s",
         "How old an eventual record may be that an agent reads again without asking, while the controllers "
@@ -498,6 +514,12 @@ class ClusterConfig:
         "How long a controller leads without hearing from a majority of the others. When the leader dies "
         "another one leads after this time and a little more; until then nothing changes, and reads and "
         "writes go on.",
+    )  # fmt: skip
+    balance: Literal["none", "threshold", "greedy"] = _setting(
+        "balance", _one_of("none", "threshold", "greedy"), "none",
+        "The load policy by which the leading controller moves keys between shards by itself. `threshold`: "
+        "when a shard has had far more than its share for a while. `greedy`: whenever a move pays. `none`: "
+        "only when an operator says so (`kvcomm rebalance`).",
     )  # fmt: skip
     replace_after_s: float = _setting(
         "replace_after", _seconds, "10m",

@@ -266,7 +266,13 @@ def _assemble(settings: Config, door: _Door, identity: Identity, peers: Peers, d
     l3: L3Tier | None = None
     if ring.shards:
         timeout_s = network.request_timeout_s
-        l3 = L3Tier(ring, dial=door.dial, timeout_s=timeout_s, allocate=slabs.take)
+        l3 = L3Tier(
+            ring,
+            dial=door.dial,
+            timeout_s=timeout_s,
+            allocate=slabs.take,
+            filter_age_s=cache.l3_filter_age_s,
+        )
     newest = l3.newest_map if l3 is not None else lambda: ring
     l2 = _rack(settings, door, identity, slabs, newest) if ring.pools else None
     tally = Tally(Metrics("client"), time.monotonic)
@@ -338,6 +344,7 @@ def _counting(
             counter("kvcomm_stale_epochs_total").advance_to(l3.counts.stale_count)
             counter("kvcomm_hedged_requests_total").advance_to(l3.counts.hedged_count)
             counter("kvcomm_lagging_copies_total").advance_to(l3.counts.lagging_count)
+            counter("kvcomm_filtered_lookups_total").advance_to(l3.filters.skipped_count)
         return metrics.snapshot()
 
     return counted

@@ -20,7 +20,7 @@ The same report carries whose blocks this client fetched, for the placement of a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvcomm.block import Incarnation
@@ -142,7 +142,8 @@ class Heat:
         """Sent since start."""
         self._agent, self._rack, self._shards, self._clock = agent, rack, shards, clock
         self._blocks, self._records = Window(), Window()
-        self._fetched: dict[int, Fetched] = {}
+        self._fetched: dict[int, list[int]] = {}
+        """By publisher: blocks, bytes from the pools, bytes from the shards."""
         self._reported_at = clock()
         self._interval_s = interval_s
         self._due_at = self._reported_at + interval_s
@@ -153,17 +154,21 @@ class Heat:
     def fetched(self, blocks: Sequence[Block]) -> None:
         """Blocks that were handed to the caller."""
         self._blocks.add([block.header.key for block in blocks])
-        fetched = self._fetched
         for block in blocks:
-            header = block.header
-            if block.tier != "l1" and header.producer != self._agent:
-                known = fetched.get(header.producer)
-                if known is not None or len(fetched) < PUBLISHERS_MAX:
-                    near = block.tier == "l2"
-                    more = Fetched(
-                        header.producer, 1, header.payload_bytes * near, header.payload_bytes * (not near)
-                    )
-                    fetched[header.producer] = more if known is None else summed(known, more)
+            if block.tier != "l1":
+                self._came(block)
+
+    def _came(self, block: Block) -> None:
+        header = block.header
+        if header.producer == self._agent:
+            return
+        sums = self._fetched.get(header.producer)
+        if sums is None:
+            if len(self._fetched) >= PUBLISHERS_MAX:
+                return
+            sums = self._fetched[header.producer] = [0, 0, 0]
+        sums[0] += 1
+        sums[1 if block.tier == "l2" else 2] += header.payload_bytes
 
     def riding(self, steps: Steps[T]) -> Steps[T]:
         """Run ``steps``; a report that is due goes along."""
@@ -211,10 +216,14 @@ class Heat:
             lasted_s,
             heats(self._blocks.drain(BLOCKS_MAX)),
             _within(heats(self._records.drain(RECORDS_MAX)), NAMES_BYTES_MAX),
-            traffic=[AgentTraffic(self._agent, self._rack, heaviest(fetched.copy().values()))]
-            if fetched
-            else [],
+            traffic=self._traffic(fetched.copy()),
         )
+
+    def _traffic(self, fetched: Mapping[int, list[int]]) -> list[AgentTraffic]:
+        if not fetched:
+            return []
+        told = heaviest(Fetched(publisher, *sums) for publisher, sums in fetched.items())
+        return [AgentTraffic(self._agent, self._rack, told)]
 
 
 def heats(counted: Iterable[Counted]) -> list[KeyHeat]:

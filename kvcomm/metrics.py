@@ -102,6 +102,11 @@ C = TypeVar("C", bound=Cell)
 _CELLS: dict[Kind, type[Cell]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
+OPERATION_STEPS = (
+    "planned", "copying", "verifying", "serving", "purging", "done", "cancelled", "rolled back", "failed",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Definition:
     """One metric.  ``labels`` names each label's possible values."""
@@ -276,6 +281,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         "kvcomm_lagging_copies_total", "counter", _CLIENT,
         "Copies that an owner had not taken when the put was done with another owner's. It gets them in the "
         "background.",
+    ),
+    Definition(
+        "kvcomm_filtered_lookups_total", "counter", _CLIENT,
+        "Block keys that no shard was asked for, because the shards' filters ruled them out "
+        "(`cache.l3_filter_age`).",
     ),
     Definition(
         "kvcomm_view_fallbacks_total", "counter", _CLIENT,
@@ -505,6 +515,29 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Epoch of the lease under which this controller leads; 0 = another one does, or none.",
     ),
     Definition(
+        "kvcomm_controller_leads", "gauge", _CONTROLLER,
+        "1 = this controller leads. The sum over all controllers is 1 but for the time of an election.",
+    ),
+    Definition(
+        "kvcomm_cluster_nodes", "gauge", _CONTROLLER,
+        "Nodes that there should be, by how this controller finds them.",
+        {"state": ("alive", "suspect", "dead", "unknown")},
+    ),
+    Definition(
+        "kvcomm_operations_total", "counter", _CONTROLLER,
+        "Operations (scale, drain, move, ...) begun in this cluster since it was made, as this controller "
+        "knew when it led.",
+    ),
+    Definition(
+        "kvcomm_operations", "gauge", _CONTROLLER,
+        "Those that the leader remembers, by their step.",
+        {"step": OPERATION_STEPS},
+    ),
+    Definition(
+        "kvcomm_operation_done_share", "gauge", _CONTROLLER,
+        "Of the operation under way: how much of its records and bytes has been copied; 1 = none is.",
+    ),
+    Definition(
         "kvcomm_controller_votes", "gauge", _CONTROLLER,
         "1 = this controller takes part in the decisions of the controllers; 0 = it is catching up. At 0 for "
         "long: too few of the others remember what it has lost.",
@@ -633,6 +666,10 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_tombstones_removed_total", "counter", _SHARD,
         "Deleted records that were removed for good, on every shard that kept them.",
+    ),
+    Definition(
+        "kvcomm_records_purged_total", "counter", _SHARD,
+        "Records that were dropped here after a move, for other shards keep them now.",
     ),
     Definition(
         "kvcomm_caught_up", "gauge", _SHARD,

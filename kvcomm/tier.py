@@ -163,10 +163,6 @@ class Near(Protocol[M]):
         local put."""
         ...
 
-    def maybe_remote(self, key: BlockKey) -> bool:
-        """``False``: L3 certainly does not hold the key, do not ask."""
-        ...
-
     def known_absent(self, keys: Sequence[BlockKey], now: float) -> list[bool]:
         """Which keys no tier had a short while ago."""
         ...

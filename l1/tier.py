@@ -36,7 +36,6 @@ from kvcomm.tier import Block, PutStatus, TierName
 from l1.flight import Flights, News, Party
 from l1.lru import Lru
 from l1.negative import ABSENT_ENTRIES, Moment, NegativeCache
-from l1.remote import Feed, RemoteKeys
 
 LOGGER = logging.getLogger("kvcomm.l1")
 
@@ -71,8 +70,6 @@ class L1Stats:
     """Keys that a reader got from another one's load, or waited for."""
     handed_over_total: int
     stalled_total: int
-    remote_skipped_total: int
-    """Keys that L3 was not asked for, because it cannot hold them."""
 
 
 class L1Tier:
@@ -108,7 +105,6 @@ class L1Tier:
         self._lru: Lru[Block] = Lru(capacity_bytes)
         self._negative = NegativeCache(negative_ttl_s, entries_max=negative_entries, jitter=jitter)
         self._flights: Flights[Block] = Flights(stall_s=stall_s, attempts_max=attempts_max)
-        self._remote = RemoteKeys()
         self._pinned_bytes = 0
         self._rejected = 0
         self._waiting: dict[Party[Block], list[Callable[[], None]]] = {}
@@ -216,31 +212,6 @@ class L1Tier:
         _wake(calls)
         return claim
 
-    # -- what L3 can hold ------------------------------------------------------------------------------------
-
-    def maybe_remote(self, key: BlockKey) -> bool:
-        """False = L3 certainly does not hold the key.  True without an authoritative feed (``l1.remote``)."""
-        with self._gate:
-            return self._remote.maybe(key)
-
-    def remote_opened(self) -> Feed:
-        with self._gate:
-            return self._remote.opened()
-
-    def remote_heard(self, keys: Sequence[BlockKey]) -> None:
-        """These keys are, or are about to be, in L3; ends their absence too."""
-        with self._gate:
-            self._remote.heard(keys)
-            self._negative.forget(keys)
-
-    def remote_synced(self, feed: Feed) -> bool:
-        with self._gate:
-            return self._remote.synced(feed)
-
-    def remote_lost(self) -> None:
-        with self._gate:
-            self._remote.lost()
-
     # -- seeing it -------------------------------------------------------------------------------------------
 
     def stats(self) -> L1Stats:
@@ -263,7 +234,6 @@ class L1Tier:
                 followed_total=flights.followed,
                 handed_over_total=flights.handed_over,
                 stalled_total=flights.stalled,
-                remote_skipped_total=self._remote.skipped,
             )
 
     def check(self) -> None:

@@ -192,6 +192,7 @@ class Owner:
         self._quarantined_count = 0
         self._slabs_compared = 0
         self._class_evictions: dict[int, int] = {}  # since the last rebalancing
+        self._heard: Callable[[BlockKey, bytes], None] = lambda key, tenant: None
         self._ticked_at: float | None = None
         self._rebalanced_at: float | None = None
         self.grow(layout.region_bytes if backed_bytes is None else backed_bytes)
@@ -199,6 +200,10 @@ class Owner:
         if pin_budget_bytes is not None:
             self._pin_budget_bytes = pin_budget_bytes
         self._share_pins()
+
+    def watch(self, heard: Callable[[BlockKey, bytes], None]) -> None:
+        """Call with the key and the tenant of each block before it becomes visible."""
+        self._heard = heard
 
     # -- BlockStore ------------------------------------------------------------------------------------------
 
@@ -415,6 +420,7 @@ class Owner:
             self._retire_reserved(slot)
             return "corrupt"
         self._forget_reservation(slot)
+        self._heard(slot.key, header.tenant)
         slot.state, slot.tenant, slot.parent = "published", header.tenant, header.parent
         self._slot_memory.mark(slot.offset, slot.generation)
         self._published[slot.key] = slot

@@ -2,8 +2,9 @@
 
 A key goes to its first owner that is not passed over.  One that cannot be reached is replaced by the next;
 when all have failed a moment ago they are tried all the same, for an error must be true.  A newer map is
-adopted and the keys are placed again, once.  While a record moves, the owners that it is moved to or from may
-coordinate too, after those that it is read from; what needs a majority is decided by the latter alone.
+adopted and the keys are placed again; once is enough but for somebody who meets a move.  While a record
+moves, the owners that it is moved to or from may coordinate too, after those that it is read from; what needs
+a majority is decided by the latter alone.
 
 What needs a majority is waited for longest, and an owner that hangs is found out by the wait alone.  So one
 that was silent when it was asked last is not asked first again when its time to be passed over is up: it is
@@ -23,6 +24,8 @@ from l3_shard.routes import WINDOW_BYTES, Routes
 
 RECORDS_MAX = 1_024
 """Records of one request."""
+PLACED_MAX = 4
+"""Times that a key is placed: a move makes three maps, and a small one makes them within a second."""
 PROBE_WAIT_S = 0.2
 """So long after it was probed an owner is waited for when the others cannot serve a key."""
 
@@ -60,7 +63,8 @@ class Coordination:
         self._tried: dict[int, set[str]] = {}
         self._trouble: dict[int, str] = {}
         """What the last owner that could not serve a key said."""
-        self._stale: set[int] = set()
+        self._placed: dict[int, int] = {}
+        """How often a key was placed again."""
         self._records_max = RECORDS_MAX
         self._problems: dict[int, KVCommError] = {}
         self._doubted: dict[str, None] = {}
@@ -214,9 +218,10 @@ class Coordination:
 
     def _place_again(self, indices: list[int]) -> None:
         for index in indices:
-            if index in self._stale:
-                self._problems[index] = Unavailable("the ring changed twice during one request; try again")
+            count = self._placed[index] = self._placed.get(index, 1) + 1
+            if count > PLACED_MAX:
+                text = f"the ring changed {PLACED_MAX} times during one request; try again"
+                self._problems[index] = Unavailable(text)
             else:
-                self._stale.add(index)
                 self._tried.pop(index, None)
                 self._todo.append(index)

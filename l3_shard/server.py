@@ -24,6 +24,8 @@ from kvcomm.metrics import Histogram
 from kvcomm.runtime import Runtime
 from kvcomm.serve import DataServer, ReplyFunction
 from kvcomm.wire.messages import (
+    BlockFilter,
+    BlockFilterGet,
     BlockGet,
     BlockHeld,
     BlockHoldings,
@@ -42,6 +44,7 @@ from l3_shard.blockkeeping import BlockKeeping
 from l3_shard.blockmove import together
 from l3_shard.marking import Marking
 from l3_shard.peers import WatchView
+from l3_shard.presence import Presence
 from l3_shard.process import RecordOptions, RecordProcess
 from l3_shard.refill import held
 from l3_shard.refilling import RefillCounts, RefillOptions
@@ -55,6 +58,8 @@ from l3_shard.store import DiskFailed
 from l3_shard.strong import StrongCounts
 
 _TICK_MIN_S, _TICK_MAX_S = 0.001, 1.0
+_PAGE_S = 0.01
+"""Between two pages of a filter that is being made."""
 
 
 class ShardStopped(KVCommError):
@@ -124,6 +129,7 @@ async def run_shard(
     options: ShardOptions,
     blocks: BlockStore,
     disk: Depot | None = None,
+    presence: Presence | None = None,
     stop: asyncio.Event,
     ready: Callable[[RunningShard], None] = lambda shard: None,
     region: Callable[[bytes], str] = no_region,
@@ -136,6 +142,7 @@ async def run_shard(
     Args:
         blocks: where the copies are; owned by the caller, ticked here.
         disk: beneath them, if there is one; owned by the caller.
+        presence: filters over both, told by ``blocks`` of what is published; ``None`` = clients get none.
         ready: called once, when the shard can be used.
         region: path of the shared-memory region with a tenant's blocks, or "".
         dial: where to call another shard.
@@ -158,7 +165,7 @@ async def run_shard(
         clock=clock,
     )
     marking = Marking(credentials.tenant_digest(NODE_TENANT))
-    process = _Process(records, blocks, disk, options, dial, ending, marking)
+    process = _Process(records, blocks, disk, options, dial, ending, marking, presence)
     machine = records.machine
     cluster = credentials.tenant_digest(NODE_TENANT)
     service = BlockService(blocks, clock, region=region, epoch=records.epoch, depot=disk, cluster=cluster)
@@ -171,6 +178,7 @@ async def run_shard(
             marking,
             clock,
             process.keeping.shed,
+            presence,
         ),
         node=node,
         role="shard",
@@ -231,8 +239,9 @@ class _Process:
         dial: Callable[[RingNode], str],
         ending: _Ending,
         marking: Marking,
+        presence: Presence | None,
     ) -> None:
-        self._marking = marking
+        self._marking, self._presence = marking, presence
         self._records, self._blocks, self._ending = records, blocks, ending
         self._stop, self._clock = ending.stop, records.clock
         self.keeping = BlockKeeping(
@@ -282,6 +291,9 @@ class _Process:
             self._blocks.tick(now)
             deadline = self._blocks.deadline()
             delay_s = _TICK_MAX_S if deadline is None else min(_TICK_MAX_S, max(_TICK_MIN_S, deadline - now))
+            if self._presence is not None:
+                self._presence.tick(now)
+                delay_s = min(delay_s, _PAGE_S) if self._presence.busy else delay_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._stop.wait()
@@ -308,8 +320,10 @@ class ShardService:
         marking: Marking,
         clock: Callable[[], float],
         shed: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _: (),
+        presence: Presence | None = None,
     ) -> None:
         """``shed`` drops those of some blocks that the shard does not keep, and returns them."""
+        self._presence = presence
         self._machine, self._runtime, self._blocks, self._held = machine, runtime, blocks, held
         self._marking, self._clock = marking, clock
         self._shed = shed
@@ -327,6 +341,11 @@ class ShardService:
         if isinstance(message, BlockHoldings):
             self._check_epoch(message)
             reply(self._held(origin, message))
+            return
+        if isinstance(message, BlockFilterGet):
+            self._check_epoch(message)
+            layers = self._presence.layers(origin.tenant, self._clock()) if self._presence else []
+            reply(BlockFilter(self._machine.ring.epoch, layers))
             return
         if isinstance(message, HotReport | HotRecords):
             reply(self._marking.take(origin, message, self._clock()))
@@ -377,7 +396,7 @@ class ShardService:
         """A caller with an old map learns the new one; one with a newer map than ours is served, blocks are
         immutable."""
         if (
-            isinstance(message, BlockGet | BlockPut | BlockLookup | BlockHoldings)
+            isinstance(message, BlockGet | BlockPut | BlockLookup | BlockHoldings | BlockFilterGet)
             and message.epoch < self._machine.ring.epoch
         ):
             ring = self._machine.ring

@@ -23,11 +23,9 @@ moved (``l3_shard.ring``).  Any of them may coordinate::
   alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).  Replication under a
   newer epoch is accepted for records that we keep by our own map; for others the coordinator is told how far
   we are, and hands us its map.
-* **A map is kept.**  What a shard has said under a map it may not unsay under an older one, so the newest is
-noted on
-  its disk.  It is *taken* (:attr:`Shard.taken`) once it is there; only then the shard tells anybody that it
-  works by it, and compares itself by it.  A shard that starts goes on with the map that it had, after it has
-  asked the others whether there is a newer one (``l3_shard.recheck``).
+* **A map is kept** (``l3_shard.keptmap``): a shard that starts goes on with the map that it had, after it has
+asked the
+  others whether there is a newer one (``l3_shard.recheck``).
 * **Tenants.**  Records are stored as ``tenant digest (16 bytes) | key``, added here from the connection's
 credential, so
   no request can name another tenant's record.  Placement hashes the caller's key alone: clients need not know
@@ -45,7 +43,6 @@ when it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -93,6 +90,7 @@ from kvcomm.wire.messages import (
 )
 from l3_shard import dvv
 from l3_shard.desk import Desk, Request, ShardLimits
+from l3_shard.keptmap import KeptMap, kept_map
 from l3_shard.lines import Lines, Local
 from l3_shard.notes import Notes
 from l3_shard.peers import PeerWatch, WatchOptions, WatchView
@@ -121,10 +119,6 @@ RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
 RECOVER_AT_ONCE = 256
 """Records that are asked for again together."""
-MAP = b"map"
-"""The note with the newest ring map."""
-KEEP_AGAIN_S = 1.0
-"""After a disk had no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +276,8 @@ class Shard:
     ) -> None:
         self.node = node
         self.replica = replica
-        kept = _kept_map(notes or {})
+        kept = kept_map(notes or {})
         self.ring = Ring.from_map(kept if kept.epoch > ring_map.epoch else ring_map)
-        self._taken = Ring.from_map(kept if repair is not None else ring_map)
-        self._when_taken: list[Callable[[], None]] = []
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
         self._clock = HybridClock()
@@ -300,16 +292,7 @@ class Shard:
             empty=dvv.EMPTY,
             value_bytes=dvv.value_bytes,
         )
-        self._writing = Writing(
-            node,
-            self._desk,
-            self._lines,
-            self._accept,
-            place=self._place,
-            newest=self._newest,
-            refused=self._refused,
-            missed=self._missed,
-        )
+        self._writing = self._make_writing()
         self._reading = Reading(self._desk, self._lines, self._repair, self._refused, self._stale)
         self._strong: Strong | None = None
         if strong is not None:
@@ -329,10 +312,10 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
-        if kept.epoch > ring_map.epoch:
-            self._timers.at(0.0, self._recheck.doubt)
-        if repair is not None and self.ring.epoch > kept.epoch:
-            self._timers.at(0.0, self._keep_map)
+        self._kept = KeptMap(
+            kept, lambda: self.ring, self._notes if repair else None, self._desk, self._timers
+        )
+        self._timers.at(0.0, self._recheck.doubt if kept.epoch > ring_map.epoch else self._kept.keep)
         self._recovery = Recovery(lambda key: key[TENANT_BYTES:], lambda: self._desk.now, self._wall_ms)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._watch = None if watch is None else self._make_watch(watch)
@@ -342,6 +325,18 @@ class Shard:
         self._put_count = self._get_count = self._conflict_count = self._stale_request_count = 0
         self._stale_map_count = self._missed_count = self._damaged_count = self._drift_count = 0
         self._rejected_count = 0
+
+    def _make_writing(self) -> Writing:
+        return Writing(
+            self.node,
+            self._desk,
+            self._lines,
+            self._accept,
+            place=self._place,
+            newest=self._newest,
+            refused=self._refused,
+            missed=self._missed,
+        )
 
     def _make_repair(self, options: RepairOptions, notes: Mapping[bytes, bytes]) -> Repair:
         return Repair(
@@ -358,7 +353,7 @@ class Shard:
             last_counter=self._last_counter,
             caught_up=self._plans.clear,
             recover=self._recover_again,
-            taken=self._once_taken,
+            taken=self._kept.once_taken,
             recovery=self._recovery,
             stored=notes,
         )
@@ -703,10 +698,10 @@ class Shard:
 
         def answer() -> None:
             if request.open:
-                self._desk.close(request, RingTaken(self._taken.epoch))
+                self._desk.close(request, RingTaken(self.taken.epoch))
 
         request.expire = answer
-        self._once_taken(answer)
+        self._kept.once_taken(answer)
 
     def _fetch(self, origin: Origin, message: RecordFetch) -> None:
         self._check_peer(origin, message.epoch, message.keys)
@@ -721,7 +716,7 @@ class Shard:
         fetch = _Fetch(request, [None] * len(message.keys), len(message.keys), not vouches)
         request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
         for index, key in enumerate(message.keys):
-            self._lines.read(key, partial(self._fetched, fetch, index))
+            self._lines.read(key, partial(self._fetched, fetch, index), passing=message.compares)
 
     def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""
@@ -974,7 +969,7 @@ class Shard:
         else:
             self._plans.clear()
             self._places.clear()
-            self._keep_map()
+            self._kept.keep()
             if self._background is not None:
                 self._background.placed()
             if self._watch is not None:
@@ -1003,33 +998,7 @@ class Shard:
     @property
     def taken(self) -> Ring:
         """The newest ring that we work by, even if we end now and start again."""
-        return self._taken
-
-    def _keep_map(self) -> None:
-        """Note the newest map; again after a while if there was no room."""
-        ring = self.ring
-        if self._background is None:  # nothing is noted
-            self._taken = ring
-            return
-
-        def kept(durable: bool) -> None:
-            if durable:
-                self._taken = max(self._taken, ring, key=lambda each: each.epoch)
-            elif ring is self.ring:
-                self._timers.at(self._desk.now + KEEP_AGAIN_S, self._keep_map)
-            if self._taken.epoch == self.ring.epoch:
-                waiting, self._when_taken = self._when_taken, []
-                for then in waiting:
-                    then()
-
-        self._notes.save(MAP, encode_map(ring.to_map()), kept)
-
-    def _once_taken(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when the newest map is taken."""
-        if self._taken.epoch == self.ring.epoch:
-            then()
-        else:
-            self._when_taken.append(then)
+        return self._kept.taken
 
     # -- scans
 
@@ -1173,13 +1142,3 @@ def _checked_keys(keys: Sequence[bytes], prefix_bytes: int = 0) -> Sequence[byte
                 f"a record name has 1 to {RECORD_KEY_BYTES_MAX} bytes, got {len(key) - prefix_bytes}"
             )
     return keys
-
-
-def _kept_map(notes: Mapping[bytes, bytes]) -> RingMap:
-    """The newest that an earlier life took."""
-    with suppress(Corrupt, RingError):  # it rotted: others know newer ones
-        if MAP in notes:
-            ring_map = decode_map(notes[MAP])
-            Ring.from_map(ring_map)
-            return ring_map
-    return NO_RING

@@ -1,7 +1,7 @@
 """``L3Tier``: the client's side of the shards: blocks by the ring, records by a coordinator.
 
 Theory of operation.  The ring says which shards hold a key; a request carries the ring's epoch, and a shard
-that knows a newer map sends it along instead of an answer, which is adopted and the request repeated once.  A
+that knows a newer map sends it along instead of an answer, which is adopted and the request repeated.  A
 shard that failed is passed over for a while (``routes``).
 
 * **Blocks** (``locating``, ``fetching``, ``storing``): windows of at most ``WINDOW_KEYS`` keys and about
@@ -54,9 +54,10 @@ from kvcomm.wire.messages import (
     StrongOutcomes,
     StrongRead,
 )
-from l3_shard.coordination import NOTHING_WRONG, Batch, Coordination, Problems
+from l3_shard.coordination import NOTHING_WRONG, PLACED_MAX, Batch, Coordination, Problems
 from l3_shard.desk import strong_wait_s
 from l3_shard.fetching import Fetching
+from l3_shard.filters import Filters
 from l3_shard.locating import Locating
 from l3_shard.ring import Ring
 from l3_shard.routes import L3Counts, Routes
@@ -75,6 +76,7 @@ class L3Tier:
         timeout_s: a request is given up after so long, and its shard counts as failed.
         clock: monotonic seconds, for how long a shard is passed over.
         allocate: memory to receive a copy of so many bytes into.
+        filter_age_s: see ``l3_shard.filters``; 0 = shards are asked for everything.
 
     Raises:
         RingError: the map contradicts itself.
@@ -90,8 +92,10 @@ class L3Tier:
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
         allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+        filter_age_s: float = 0.0,
     ) -> None:
         self._routes = Routes(ring_map, dial, timeout_s, clock, allocate)
+        self.filters = Filters(self._routes, filter_age_s)
 
     @property
     def ring(self) -> Ring:
@@ -121,7 +125,12 @@ class L3Tier:
     def lookup(self, keys: Sequence[BlockKey]) -> Steps[list[Presence]]:
         """Which keys some owner has; ``None`` where not all owners could say.  One round trip where the first
         owners have them, one more for each further owner and when our map is old."""
-        return (yield from Locating(self._routes, keys).steps())
+        absent = yield from self.filters.ruled_out(keys)
+        rest = [key for key, gone in zip(keys, absent, strict=True) if not gone]
+        asked = iter((yield from Locating(self._routes, rest).steps()) if rest else [])
+        said = [False if gone else next(asked) for gone in absent]
+        self.filters.answered(said)
+        return said
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
         """See ``Tier.get``.  Never raises for lost, damaged or unreachable copies: they are skipped."""
@@ -129,7 +138,12 @@ class L3Tier:
 
     def put(self, copies: Sequence[BlockCopy]) -> Steps[list[PutStatus]]:
         """See ``Tier.put``.  A copy goes to all its owners; the best that one of them said is its status."""
-        return (yield from Storing(self._routes, copies).steps())
+        keys = [copy.header.key for copy in copies]
+        self.filters.put(keys)
+        try:
+            return (yield from Storing(self._routes, copies).steps())
+        finally:
+            self.filters.put(keys)  # a filter that came meanwhile may lack them
 
     # -- records
 
@@ -264,11 +278,11 @@ class L3Tier:
             Unavailable: too many shards did not answer, or have new stores and may lack names.
             TooLarge, Refused: the prefix is too long, or a shard is busy.
         """
-        for _ in range(2):
+        for _ in range(PLACED_MAX):
             found = yield from self._scan(prefix)
             if found is not None:
                 return found
-        raise Unavailable("the ring changed twice during one scan; try again")
+        raise Unavailable(f"the ring changed {PLACED_MAX} times during one scan; try again")
 
     def _scan(self, prefix: bytes) -> Steps[list[bytes] | None]:
         """``None``: the shards are others by now, and we know them."""

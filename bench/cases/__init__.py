@@ -21,6 +21,7 @@ CASES = (
     "hotkeys",
     "hot_record",
     "affinity",
+    "penetration",
     "footprint",
 )
 """In the order of the report."""

@@ -25,6 +25,7 @@ from kvcomm.chaos.watch import Place, Violation, Watch
 from kvcomm.chaos.witness import Witness
 from kvcomm.chaos.world import Host, Timer, World
 from kvcomm.credentials import NODE_TENANT, Credentials
+from kvcomm.hotcopies import HotCopies
 from kvcomm.machine import (
     Answered,
     AskPeer,
@@ -772,7 +773,7 @@ class ClientProcess:
         tier = cluster.parts.tier(cluster.map, cluster.plan.ask_timeout_s, host.clock, cluster.dialler(index))
         self.records = Witness(tier)
         tally = Tally(Metrics("client"), host.clock)
-        self.plane = StatePlane(self.records, tally)
+        self.plane = StatePlane(self.records, tally, copies=HotCopies(), clock=host.clock)
         self.strong = StrongPlane(tier, tally, self.draw.fork("backoff").unit)
 
     def killed(self) -> None:

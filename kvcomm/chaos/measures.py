@@ -61,7 +61,8 @@ MEASURES: dict[str, str] = {
     "leader_changes": "times that the controllers' leader was another one than before",
     "leader_back_s": "from the first fault until some controller names a leader of a later term, or the same "
     "again",
-    "orders_open": "orders that were taken and not carried out by the end of the story",
+    "orders_open": "orders that were neither carried out nor taken back by the end of the story",
+    "orders_undone": "orders that were taken back, or failed",
     "orders_refused": "orders that were refused",
 }
 
@@ -88,21 +89,21 @@ def measure(scenario: Scenario, observed: Observed) -> Measured:
 # -- the judges
 
 
-def plan_of(scenario: Scenario) -> Plan:
+def plan_of(scenario: Scenario, observed: Observed) -> Plan:
     """The plan that the judges of the simulator go by."""
-    replicas = min(scenario.replicas, scenario.shards or scenario.nodes)
+    replicas, write_quorum, read_quorum = observed.quorums
     return Plan(
         seed=0,
-        shards=scenario.shards or scenario.nodes,
+        shards=max(replicas, scenario.shards or scenario.nodes),
         replicas=replicas,
-        write_quorum=replicas // 2 + 1,
-        read_quorum=replicas // 2 + 1,
+        write_quorum=write_quorum,
+        read_quorum=read_quorum,
         operation_timeout_s=scenario.load.deadline_s + SLACK_S,
     )
 
 
 def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
-    plan = plan_of(scenario)
+    plan = plan_of(scenario, observed)
     records, _ = observed.history.parted([*KINDS, *_EVENTUAL])
     strong, eventual = records.parted(KINDS)
     if observed.ending is not None:
@@ -110,6 +111,7 @@ def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
     yield from check_strong(plan, strong)
     if observed.equal_s is None:
         yield from (Violation("unequal", text) for text in observed.unequal)
+    yield from (Violation("order", text) for text in observed.orders_open)
     for operation in observed.history.operations():
         yield from _of_call(operation)
 
@@ -366,7 +368,13 @@ def _leader_back_s(judged: _Judged) -> float | None:
 
 def _orders_open(judged: _Judged) -> float | None:
     observed = judged.observed
-    return float(observed.orders_taken - observed.orders_done) if observed.orders_taken else None
+    ended = observed.orders_done + observed.orders_undone
+    return float(observed.orders_taken - ended) if observed.orders_taken else None
+
+
+def _orders_undone(judged: _Judged) -> float | None:
+    observed = judged.observed
+    return float(observed.orders_undone) if observed.orders_taken else None
 
 
 def _orders_refused(judged: _Judged) -> float | None:
@@ -393,5 +401,6 @@ _LOOKS: dict[str, Callable[[_Judged], float | None]] = {
     "leader_changes": _leader_changes,
     "leader_back_s": _leader_back_s,
     "orders_open": _orders_open,
+    "orders_undone": _orders_undone,
     "orders_refused": _orders_refused,
 }

@@ -112,9 +112,15 @@ class Observed:
     """What differed at last, where they never were."""
     owners: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of a record's key: the hosts of its replicas."""
+    quorums: tuple[int, int, int] = (3, 2, 2)
+    """Of eventual records: replicas, write quorum, read quorum."""
     orders_taken: int = 0
     orders_done: int = 0
+    orders_undone: int = 0
+    """That ended otherwise: taken back, or failed."""
     orders_refused: int = 0
+    orders_open: Sequence[str] = ()
+    """What those were doing that were not carried out."""
 
     @property
     def healed_at(self) -> float | None:

@@ -172,7 +172,7 @@ def _plain(value: float | None) -> float | str | None:
     return "never"
 
 
-def summary(reports: Sequence[Report]) -> str:
+def counted(reports: Sequence[Report]) -> str:
     """One line of several runs."""
     counts = {
         outcome: sum(report.outcome == outcome for report in reports)

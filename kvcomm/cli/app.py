@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from kvcomm.cli import bench, chaos, data, demo, doctor, roles, status, streams, up
+from kvcomm.cli import (
+    affinity,
+    bench,
+    chaos,
+    data,
+    demo,
+    doctor,
+    hot,
+    orders,
+    roles,
+    status,
+    streams,
+    top,
+    up,
+)
 
 app = typer.Typer(
     name="kvcomm",
@@ -16,6 +30,14 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("status")(status.status)
+app.command("hot")(hot.hot)
+app.command("top")(top.top)
+app.command("scale")(orders.scale)
+app.command("drain")(orders.drain)
+app.command("move")(orders.move)
+app.command("rebalance")(orders.rebalance)
+app.command("cancel")(orders.cancel)
+app.command("affinity")(affinity.affinity)
 app.command("get")(data.get)
 app.command("put")(data.put)
 app.command("ls")(data.ls)

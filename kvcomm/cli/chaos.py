@@ -21,6 +21,7 @@ def chaos() -> None:
 app.command("list")(scenarios.listing)
 app.command("show")(scenarios.show)
 app.command("run")(scenarios.run)
+app.command("summary")(scenarios.summary)
 
 
 @app.command("sim")

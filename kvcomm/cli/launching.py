@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcomm.block import Incarnation
-from kvcomm.cli.node import RACK
+from kvcomm.cli.node import rack_of
 from kvcomm.controllers import Controllers
 from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import KVCommError
@@ -37,7 +37,8 @@ def plan_of(settings: Config) -> list[NodePlan]:
     """What the configuration names: controllers, pools, shards."""
     cluster = settings.cluster
     counts = (("controller", cluster.controllers), ("pool", cluster.pools), ("shard", cluster.shards))
-    return [NodePlan(f"{role}-{index}", role, RACK) for role, count in counts for index in range(count)]
+    rack = rack_of(settings)
+    return [NodePlan(f"{role}-{index}", role, rack) for role, count in counts for index in range(count)]
 
 
 class Launching:
@@ -80,7 +81,7 @@ class Launching:
             on_event=lambda event: on_event(event, launcher),
         )
         self._heart = Heart(
-            Face(LAUNCHER, "launcher", RACK, incarnation),
+            Face(LAUNCHER, "launcher", rack_of(settings), incarnation),
             self._controllers.names,
             self._controllers.locate,
             self._peers,
@@ -98,12 +99,13 @@ class Launching:
         beside = [asyncio.create_task(self._heart.run()), asyncio.create_task(self._scale())]
         for task in beside:
             task.add_done_callback(self._server.watch)
+        ending = asyncio.create_task(stop.wait())  # then controllers end, and that is nothing to tell
+        ending.add_done_callback(lambda _: [task.cancel() for task in beside])
         try:
             await self._server.run(stop)
         finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            ending.cancel()
+            await asyncio.gather(ending, *beside, return_exceptions=True)
             await self._peers.close()
 
     def _first_plan(self) -> list[NodePlan]:
@@ -119,27 +121,32 @@ class Launching:
         return [each for each in plan if each.role != "shard"] + kept
 
     def _took_plan(self, plan: Sequence[NodePlan]) -> None:
+        self._server.follow(self._to_run(plan))
+
+    def _to_run(self, plan: Sequence[NodePlan]) -> list[NodePlan]:
         """The controllers are the configuration's in any case: who else could plan?"""
         controllers = [each for each in plan_of(self._settings) if each.role == "controller"]
-        self._server.follow(controllers + [each for each in plan if each.role in ("pool", "shard")])
+        return controllers + [each for each in plan if each.role in ("pool", "shard")]
 
     def _registered(self, node: str, pid: int) -> bool:
         record = self._cluster.node(node)
         return record is not None and record.pid == pid
 
     async def _serves(self, plan: Sequence[NodePlan]) -> bool:
-        """Whether the leader has a map of all that is planned, and they work by it."""
+        """Whether the leader has a map of all that is planned, where it is now, and the shards work by it."""
         view = await self._view()
         if view is None or view.ring is None:
             return False
-        epochs = {each.node: each.epoch for each in view.nodes if each.state == "alive"}
-        shards = {each.node for each in view.ring.shards}
-        if view.ring.transition is not None:
-            shards |= {each.node for each in view.ring.transition.shards}
-        pools = {each.node for each in view.ring.pools}
-        served = all(epochs.get(node, -1) >= view.ring.epoch for node in shards)
-        planned = {role: {each.node for each in plan if each.role == role} for role in ("shard", "pool")}
-        return served and planned["shard"] <= shards and planned["pool"] <= pools & set(epochs)
+        ring, moving = view.ring, view.ring.transition
+        shards = [*ring.shards, *(moving.shards if moving is not None else ())]
+        planned = {each.node for each in plan if each.role != "controller"}
+        alive = {each.node: each for each in view.nodes if each.state == "alive"}
+        at = {name: each.address for name, each in alive.items()}
+        return (
+            planned <= {each.node for each in (*shards, *ring.pools)}
+            and all(at.get(each.node) == each.address for each in (*shards, *ring.pools))
+            and all(alive[each.node].epoch >= ring.epoch for each in shards)
+        )
 
     async def _view(self) -> ClusterView | None:
         """The leader's."""

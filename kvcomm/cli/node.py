@@ -36,6 +36,7 @@ from kvcomm.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from kvcomm.config import Config
     from kvcomm.control import Caller, ControlServer
     from kvcomm.exporter import Exporter
     from kvcomm.metrics import Histogram, Scope
@@ -56,6 +57,11 @@ RACK = "rack-0"
 """Where a node is that nobody said it of."""
 
 
+def rack_of(settings: Config) -> str:
+    """Where the configuration says that its processes are."""
+    return settings.network.rack or RACK
+
+
 SPLIT_MODES = ("whole", "majority", "minority")
 """By the number that the metric shows."""
 
@@ -70,7 +76,7 @@ class NodeProcess:
         self.instance = Instance.open(instance)
         self.node = node
         self.role = role
-        self.rack = rack
+        self.rack = rack or rack_of(self.settings)
         self.controllers = Controllers(self.instance, self.settings)
         self.heart: Heart | None = None
         """Once the node is announced."""
@@ -285,6 +291,7 @@ class NodeProcess:
             for outcome, count in outcomes.items():
                 metrics.counter(name, **{label: outcome}).advance_to(count)
         metrics.counter("kvcomm_tombstones_removed_total").advance_to(repair.tombstones_removed)
+        metrics.counter("kvcomm_records_purged_total").advance_to(repair.purged)
 
     def refresh_disk(self, disk: Depot | None, refill: RefillCounts) -> None:
         """The same for its disk tier, if it has one, and for the copies that it got back."""

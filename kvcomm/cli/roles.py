@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcomm.cli.node import RACK
 from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 InstanceName = Annotated[
     str, typer.Option("--instance", help="Cluster on this host that the node belongs to.")
 ]
-RackName = Annotated[str, typer.Option("--rack", help="Where it is: copies are spread over racks.")]
+RackName = Annotated[
+    str, typer.Option("--rack", help="Where it is, else network.rack: copies are spread over racks.")
+]
 NodeName = Annotated[str, typer.Option("--node", help="Name of the node; its placement goes by it.")]
 Lifeline = Annotated[bool, typer.Option("--lifeline", hidden=True, help="Stop when standard input closes.")]
 
@@ -40,7 +41,7 @@ def pool(
     node: NodeName,
     instance: InstanceName = "default",
     config: ConfigOption = None,
-    rack: RackName = RACK,
+    rack: RackName = "",
     lifeline: Lifeline = False,
 ) -> None:
     """Run this host's pool: a region of shared memory that agents read one-sided."""
@@ -149,7 +150,7 @@ def shard(
     node: NodeName,
     instance: InstanceName = "default",
     config: ConfigOption = None,
-    rack: RackName = RACK,
+    rack: RackName = "",
     lifeline: Lifeline = False,
 ) -> None:
     """Run a shard: blocks by consistent hashing, records replicated and on disk."""
@@ -164,6 +165,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     from kvcomm.cli.gateway import ShardBackend
     from kvcomm.cli.signals import stop_event
     from kvcomm.cli.vitals import ShardVitals
+    from l3_shard.presence import Presence
     from l3_shard.ring import NO_RING
     from l3_shard.server import run_shard
 
@@ -171,6 +173,10 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     announcing: list[asyncio.Task[None]] = []
 
     async with _shard_stores(process) as (store, disk):
+        presence = Presence(store, disk)
+        store.watch(presence.heard)
+        if disk is not None:
+            disk.watch(presence.heard)
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
@@ -210,6 +216,7 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
                 options=_shard_options(process),
                 blocks=store,
                 disk=disk,
+                presence=presence,
                 stop=stop,
                 ready=ready,
                 dial=lambda peer: peer.local_address or peer.address,
@@ -225,7 +232,7 @@ def controller(
     node: NodeName,
     instance: InstanceName = "default",
     config: ConfigOption = None,
-    rack: RackName = RACK,
+    rack: RackName = "",
     lifeline: Lifeline = False,
 ) -> None:
     """Run a controller: it watches the nodes, and the one that leads issues the ring's maps."""
@@ -240,6 +247,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     from controller.process import RunningController, run_controller
     from kvcomm.cli.gateway import ControllerBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.cli.standing import refresh_controller
 
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
@@ -247,7 +255,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     def ready(running: RunningController) -> None:
         def refresh() -> None:
             process.refresh_server(running.server, running.machine.epoch)
-            process.metrics.gauge("kvcomm_controller_term").set(running.term)
+            refresh_controller(process.metrics, running.machine.view(time.monotonic()), running.term)
             process.metrics.gauge("kvcomm_controller_votes").set(running.metadata.counts().votes)
             hot = running.shell.hot.hot
             process.metrics.gauge("kvcomm_hot_keys", plane="block").set(len(hot.blocks.keys))
@@ -282,7 +290,13 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    options = ControllerOptions(
+        heartbeat_s=cluster.heartbeat_s,
+        lease_s=max(cluster.lease_s, 3 * cluster.heartbeat_s),
+        replace_after_s=cluster.replace_after_s,
+        move_rate_bytes_s=cluster.move_rate_bytes,
+        policy="" if cluster.balance == "none" else cluster.balance,
+    )
     return Controller(process.node, rules, initial, options)
 
 

@@ -76,12 +76,22 @@ def run(
     keep_logs: Annotated[
         bool, typer.Option("--keep-logs", help="Leave logs and histories there, too.")
     ] = False,
+    instance: Annotated[
+        str | None,
+        typer.Option(
+            "--instance", help="Hurt this running cluster of yours instead of one made for it; see docs."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="You know what that costs the cluster's users.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run scenarios on a cluster of their own and judge them.  Exit code 1: a promise was broken."""
     from kvcomm.chaos.live.namespaces import missing
-    from kvcomm.chaos.report import summary
+    from kvcomm.chaos.report import counted
 
+    if instance is not None:
+        _consent(instance, backend, yes)
+        backend = "loopback"
     chosen = backend if backend != "auto" else "loopback" if missing() else "namespaces"
     if backend == "auto" and chosen == "loopback":
         sys.stderr.write(f"on loopback: {missing()}\n")
@@ -89,7 +99,7 @@ def run(
     for name in _named(names):
         for turn in range(repeat):
             scenario = _scenario(name, hold, seed + turn)
-            report = _run_one(scenario, chosen, seed + turn, out, keep_logs)
+            report = _run_one(scenario, chosen, seed + turn, out, keep_logs, instance)
             reports.append(report)
             if not as_json:
                 sys.stdout.write(report.text() + "\n")
@@ -97,9 +107,44 @@ def run(
     if as_json:
         sys.stdout.write("[" + ",\n".join(report.encoded().decode() for report in reports) + "]\n")
     elif len(reports) > 1:
-        sys.stdout.write(summary(reports) + "\n")
+        sys.stdout.write(counted(reports) + "\n")
     if any(report.outcome == "failed" for report in reports):
         raise typer.Exit(1)
+
+
+def _consent(instance: str, backend: str, yes: bool) -> None:
+    """Raises ``Refused``."""
+    from kvcomm.errors import ConfigError, Refused
+
+    if backend not in ("auto", "loopback"):
+        raise ConfigError(
+            f"a running cluster is hurt by its drop tables, not by {backend}: leave --backend out"
+        )
+    if not yes:
+        raise Refused(
+            f"this cuts, pauses and kills nodes of {instance!r} while others use it, and its operators will"
+            " see failures: say --yes if that is what you want"
+        )
+
+
+def summary(
+    folder: Annotated[Path, typer.Argument(help="Where `run --out` left its reports.")],
+) -> None:
+    """The reports of a folder as a table, with the distribution of how long random splits took to heal."""
+    import msgspec
+
+    from kvcomm.chaos.report import Report
+    from kvcomm.chaos.summary import summary_of
+    from kvcomm.errors import ConfigError
+
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise ConfigError(f"there are no reports in {folder}")
+    try:
+        reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"not all files of {folder} are reports: {error}") from error
+    sys.stdout.write(summary_of(reports))
 
 
 def _named(names: list[str]) -> list[str]:
@@ -126,7 +171,9 @@ def _scenario(name: str, hold: float | None, seed: int) -> Scenario:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _run_one(scenario: Scenario, backend: str, seed: int, out: Path | None, keep_logs: bool) -> Report:
+def _run_one(
+    scenario: Scenario, backend: str, seed: int, out: Path | None, keep_logs: bool, instance: str | None
+) -> Report:
     from kvcomm.chaos.live.story import tell
     from kvcomm.chaos.picture import draw_timeline
 
@@ -140,7 +187,7 @@ def _run_one(scenario: Scenario, backend: str, seed: int, out: Path | None, keep
 
         report = skipped(scenario, backend, seed, "the simulator takes no scenarios in this version")
     else:
-        report = tell(scenario, backend, seed, heard, place if keep_logs else None)
+        report = tell(scenario, backend, seed, heard, place if keep_logs else None, instance)
     if out is not None and place is not None:
         out.mkdir(parents=True, exist_ok=True)
         place.with_suffix(".json").write_bytes(report.encoded())

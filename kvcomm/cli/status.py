@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
-    """Show every node of the clusters on this host (or of one).  Exit code 1 if one is missing or silent."""
+    """Show every node of the clusters on this host (or of one).  Exit code 1 if one is missing or silent,
+    or the controllers find a cluster not whole."""
     from kvcomm.connect import INSTANCE_VARIABLE
     from kvcomm.instance import Instance
 
@@ -28,12 +29,15 @@ def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None
     instances = [Instance.open(name)] if name else Instance.list()
     rows = [row for each in instances for row in _rows(each)]
     if as_json:
+        for row in rows:
+            row.pop("cluster_lines", None)
         sys.stdout.write(json.dumps(rows) + "\n")
     elif rows:
         _show(rows)
     else:
         sys.stdout.write("no cluster runs on this host; start one with: kvcomm up\n")
-    raise typer.Exit(int(any(row["error"] for row in rows)))
+    whole = all(row["cluster"]["mode"] == "whole" for row in rows if "cluster" in row)
+    raise typer.Exit(int(not whole or any(row["error"] for row in rows)))
 
 
 def _rows(instance: Instance) -> list[dict[str, Any]]:
@@ -65,11 +69,15 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
             row["error"] = error.message
         rows.append(row)
     from kvcomm.cli.asking import cluster_view
+    from kvcomm.cli.cluster import document, lines
 
     view = cluster_view(instance, survey.nodes)
     rows += [*_missing(instance.name, survey), *_unregistered(instance.name, view)]
     for row in rows:
         row["leads"] = view is not None and row["node"] == view.leader
+        if view is not None and row["node"] == view.controller:
+            row["cluster"] = document(view)
+            row["cluster_lines"] = list(lines(view))
     return sorted(rows, key=lambda row: row["node"])
 
 
@@ -122,7 +130,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     for instance in dict.fromkeys(row["instance"] for row in rows):
-        table = Table(box=None, padding=(0, 2, 0, 0), title=f"instance {instance}", title_justify="left")
+        table = Table(box=None, padding=(0, 1, 0, 0), title=f"instance {instance}", title_justify="left")
         for column in (
             "node",
             "pid",
@@ -135,7 +143,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             "evicted",
             "refused",
         ):
-            table.add_column(column, justify="left" if column == "node" else "right")
+            table.add_column(column, justify="left" if column == "node" else "right", no_wrap=True)
         for row in rows:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"] or "-"), *map(escape, _cells(row)))
@@ -150,6 +158,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         node = row["node"]
         if row.get("leads"):
             yield f"{node} leads"
+        yield from row.get("cluster_lines", ())
         if row["error"] and row["pid"] is not None:
             yield f"{node} does not answer: {row['error']}"
         if row.get("disk"):

@@ -180,6 +180,20 @@ class BlockPresence(Message, frozen=True):
     """One byte a key, 1 = present."""
 
 
+class BlockFilterGet(Message, frozen=True):
+    """Which of the caller's blocks may you have?"""
+
+    epoch: int
+
+
+class BlockFilter(Message, frozen=True):
+    epoch: int
+    """Of the ring that the shard works by."""
+    layers: Many[bytes]
+    """Of ``l3_shard.bloom``: a block in none of them was not here when this was sent.  Empty = nothing can be
+    said."""
+
+
 class BlockGet(Message, frozen=True):
     epoch: int
     keys: Many[bytes]
@@ -765,6 +779,66 @@ class WarmOrder(Message, frozen=True):
     """A second, at most."""
 
 
+class HotGet(Message, frozen=True):
+    """Operator to the leading controller: what is hot?  Answered by :class:`HotView`."""
+
+
+class HotKey(msgspec.Struct, frozen=True, array_like=True):
+    """One key that is hot."""
+
+    key: bytes
+    """Of a block, or tenant digest and name of a record."""
+    rate_s: float
+    """Reads a second, of all clients."""
+    for_s: float
+    """Since it became hot."""
+
+
+class HotView(Message, frozen=True):
+    controller: str
+    """Who answers; what one knows that does not lead is old."""
+    blocks: Many[HotKey]
+    """Hottest first."""
+    records: Many[HotKey]
+
+
+# -- where agents should live
+# ------------------------------------------------------------------------------------------------------------
+
+
+class AffinityGet(Message, frozen=True):
+    """Which agents should live in which rack?  Answered :class:`AffinityView` by any controller, which may
+    take seconds."""
+
+    rooms: Annotated[dict[str, int], msgspec.Meta(max_length=ITEMS_MAX)]
+    """Agents that a rack takes; others take an equal share."""
+    horizon_s: float
+    move_bytes: float
+    """Price of moving one agent."""
+
+
+class AgentPlace(msgspec.Struct, frozen=True, array_like=True):
+    """See ``controller.affinity.Residence``."""
+
+    agent: int
+    name: str
+    rack: str
+    better_rack: str
+    bytes_s: float
+    gain_bytes_s: float
+
+
+class AffinityView(Message, frozen=True):
+    """See ``controller.affinity.Advice``."""
+
+    agents: Many[AgentPlace]
+    bytes_s: float
+    share_before: float
+    share_after: float
+    unplaced_bytes_s: float
+    reason: str
+
+
 # -- strong records
 # ------------------------------------------------------------------------------------------------------
 
@@ -1022,8 +1096,9 @@ MESSAGES: tuple[type[Message], ...] = (
     BlockHoldings, BlockHeld,
     RecordFates,
     StrongSettle, StrongSettling, StrongRemove,
+    BlockFilterGet, BlockFilter, AffinityGet, AffinityView,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
-    HotReport, HotRecords, WarmOrder,
+    HotReport, HotRecords, WarmOrder, HotGet, HotView,
     ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
 )  # fmt: skip

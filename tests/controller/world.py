@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from controller.controller import (
     Controller,
@@ -33,11 +34,12 @@ from kvcomm.wire.messages import (
     ShardLoad,
     ShardMove,
 )
-from l3_shard.ring import Ring, decode_map
+from l3_shard.ring import NO_RING, Ring, decode_map
 
 RULES = RingRules(replicas=2, write_quorum=2, read_quorum=1, block_copies=1)
 LEASE_S = 6.0
 TENANT = b"node"
+Outcome = Literal["done", "fenced", "unknown"]
 KEYS = [b"key/%d" % index for index in range(24)]
 
 
@@ -46,6 +48,10 @@ def plans(shards: int, pools: int = 0, racks: int = 1) -> list[NodePlan]:
         *(NodePlan(f"pool-{index}", "pool", "rack-0") for index in range(pools)),
         *(NodePlan(f"shard-{index}", "shard", f"rack-{index % racks}") for index in range(shards)),
     ]
+
+
+class NoAnswer(Exception):
+    """Not at once, or never: the controller died."""
 
 
 @dataclass
@@ -59,6 +65,7 @@ class FakeNode:
     number: int = 0
     ring: RingMap | None = None
     """Kept over a restart, like the records."""
+    placed: Ring = field(default_factory=lambda: Ring.from_map(NO_RING))
     store: dict[bytes, int] = field(default_factory=dict)
     ready: int = 0
     clean: int = 0
@@ -80,12 +87,14 @@ class FakeNode:
         if before is not None and ring.epoch <= before.epoch:
             return before.epoch
         was = self.epoch
-        same = before is not None and Ring.from_map(before).placement == Ring.from_map(ring).placement
-        self.ring = ring
+        placed = Ring.from_map(ring)
+        same = before is not None and self.placed.placement == placed.placement
+        self.ring, self.placed = ring, placed
         self.ready = ring.epoch if same and was and self.ready == was else 0
         self.clean = ring.epoch if same and was and self.clean == was else 0
         self.strong = 0
-        self.left = 100 if not same else self.left
+        if not same:
+            self.left = 200 if placed.gains(self.plan.node) else 100  # so that some wait for others
         return ring.epoch
 
     def work(self, nodes: Mapping[str, FakeNode]) -> None:
@@ -100,16 +109,17 @@ class FakeNode:
             if self.ready != self.epoch and self.copy(nodes):
                 self.ready = self.epoch
         elif self.clean != self.epoch:
-            ring = Ring.from_map(self.ring)
             self.store = {
-                key: version for key, version in self.store.items() if self.plan.node in ring.keepers(key)
+                key: version
+                for key, version in self.store.items()
+                if self.plan.node in self.placed.keepers(key)
             }
             self.clean = self.epoch
 
     def copy(self, nodes: Mapping[str, FakeNode]) -> bool:
         """Whether it has all that it gains now."""
         assert self.ring is not None and self.ring.transition is not None
-        ring, name = Ring.from_map(self.ring), self.plan.node
+        ring, name = self.placed, self.plan.node
         for key in KEYS:
             groups = ring.write_groups(key)
             old = groups[0] if self.ring.transition.stage == "copy" else groups[-1]
@@ -171,6 +181,9 @@ class World:
         self.nodes: dict[str, FakeNode] = {}
         self.dead: dict[str, FakeNode] = {}
         """Killed; their disks are kept."""
+        self.cut: set[str] = set()
+        """On the other side of a split: the controllers and the other nodes are on this one, clients on
+        both."""
         self.launcher = FakeNode(NodePlan("launcher", "launcher", "rack-0"))
         self.maps: dict[int, RingMap] = {}
         """Epoch -> the map that was handed out under it."""
@@ -179,7 +192,7 @@ class World:
         """To the last request."""
         self.late_replies: list[Message] = []
         """That came after the request had been left."""
-        self.note_outcome: Callable[[Note], str] = lambda _: "done"
+        self.note_outcome: Callable[[Note], Outcome] = lambda _: "done"
         self.on_note: Callable[[Note], None] = lambda _: None
         self.asked = self.waiting = 0
         self.version = 0
@@ -225,8 +238,10 @@ class World:
     def beat(self, name: str) -> None:
         """One heartbeat of this node, to every controller."""
         node = self.launcher if name == "launcher" else self.nodes[name]
+        if name in self.cut:
+            return
         if node.plan.role == "shard":
-            node.silent = tuple(sorted(self.dead))
+            node.silent = tuple(sorted({*self.dead, *self.cut}))
         message = node.beat()
         node.wants_ring = False
         for each in list(self.controllers):
@@ -262,52 +277,68 @@ class World:
                 self.tick(name)
             for name in sorted(self.nodes):
                 if name in self.nodes:
-                    self.nodes[name].work(self.nodes)
+                    self.nodes[name].work(self.side(name))
                     self.beat(name)
             self.beat("launcher")
 
     # -- records
 
-    def write(self, coordinator: str, key: bytes) -> bool:
-        """One more version; whether it was acknowledged."""
+    def write(self, coordinator: str, key: bytes, *, missed: bool = False) -> bool:
+        """One more version; whether it was acknowledged.  ``missed``: one of those who should have it does
+        not get it, where a quorum has it all the same."""
         node = self.nodes[coordinator]
         if node.ring is None:
             return False
         self.version += 1
-        ring = Ring.from_map(node.ring)
+        ring = node.placed
         there = self._alike(node, ring.keepers(key))
+        groups = ring.write_groups(key)
+        fewer = [each for index, each in enumerate(there) if index != self.version % len(there)]
+        if missed and self._quorums(groups, fewer):
+            there = fewer
         for each in there:
             self.nodes[each].merge(key, self.version)
-        if any(
-            len({*group} & {*there}) < min(self.rules.write_quorum, len(group))
-            for group in ring.write_groups(key)
-        ):
+        if not self._quorums(groups, there):
             return False
         self.acknowledged[key] = self.version
         return True
+
+    def _quorums(self, groups: Sequence[Sequence[str]], there: Sequence[str]) -> bool:
+        """Whether these are a write quorum of each group."""
+        return all(len({*group} & {*there}) >= min(self.rules.write_quorum, len(group)) for group in groups)
 
     def read(self, coordinator: str, key: bytes) -> int | None:
         """``None``: not enough of those who have it answer."""
         node = self.nodes[coordinator]
         if node.ring is None:
             return None
-        replicas = Ring.from_map(node.ring).replicas(key)
+        replicas = node.placed.replicas(key)
         there = self._alike(node, replicas)
         if len(there) < min(self.rules.read_quorum, len(replicas)):
             return None
         return max(self.nodes[each].store.get(key, 0) for each in there[: self.rules.read_quorum])
 
     def check_records(self) -> None:
-        """Nobody reads anything older than what was acknowledged."""
-        for key, version in self.acknowledged.items():
-            for name, node in self.nodes.items():
-                if node.plan.role == "shard":
-                    read = self.read(name, key)
-                    assert read is None or read >= version, f"{name} (epoch {node.epoch}) misses {key!r}"
+        """Nobody reads anything older than what was acknowledged.  Those of one epoch and side ask the same
+        shards."""
+        coordinators = {
+            (node.epoch, name in self.cut): name
+            for name, node in self.nodes.items()
+            if node.plan.role == "shard"
+        }
+        for (epoch, _), name in coordinators.items():
+            for key, version in self.acknowledged.items():
+                read = self.read(name, key)
+                assert read is None or read >= version, f"{name} (epoch {epoch}) misses {key!r}"
 
     def _alike(self, node: FakeNode, names: Sequence[str]) -> list[str]:
-        """Of these, who runs and works by the same map."""
-        return [each for each in names if each in self.nodes and self.nodes[each].epoch == node.epoch]
+        """Of these, who runs, can be reached and works by the same map."""
+        side = self.side(node.plan.node)
+        return [each for each in names if each in side and side[each].epoch == node.epoch]
+
+    def side(self, name: str) -> dict[str, FakeNode]:
+        """Whom a node can reach."""
+        return {each: node for each, node in self.nodes.items() if (each in self.cut) == (name in self.cut)}
 
     def tick(self, name: str) -> None:
         due = self.controllers[name].deadline()
@@ -326,7 +357,9 @@ class World:
         self.waiting = self.asked
         self.deliver(controller, Received(origin, message))
         self.waiting = 0
-        assert len(self.replies) == 1, "every request is answered once, at once"
+        assert len(self.replies) <= 1, "every request is answered once"
+        if not self.replies:
+            raise NoAnswer
         return self.replies.pop()
 
     def deliver(self, name: str, event: Event) -> None:
@@ -351,7 +384,7 @@ class World:
                     )
                 ]
             case Note():
-                return [Noted(effect.ticket, self.note(name, effect))]  # type: ignore[arg-type]
+                return [Noted(effect.ticket, self.note(name, effect))]
             case AskPeer(message=RingOffer()):
                 return [Answered(effect.ticket, self.offer(effect.node, effect.message))]
             case Publish():
@@ -360,7 +393,7 @@ class World:
                 raise AssertionError(f"unexpected {effect}")
         return []
 
-    def note(self, name: str, note: Note) -> str:
+    def note(self, name: str, note: Note) -> Outcome:
         term = self.term if name == self.leader else self.term - 1
         if term < self.fences.get(note.name, 0):
             return "fenced"
@@ -376,7 +409,7 @@ class World:
     def offer(self, node: str, message: Message) -> Message:
         assert isinstance(message, RingOffer)
         self.handed(message.ring)
-        if node not in self.nodes:
+        if node not in self.nodes or node in self.cut:
             return Failure("unavailable", "nobody there")
         return RingTaken(self.nodes[node].take(message.ring))
 

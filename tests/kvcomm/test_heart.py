@@ -11,7 +11,16 @@ from typing import Any
 from kvcomm.block import Incarnation
 from kvcomm.heart import GAP_S, Face, Heart, Vitals
 from kvcomm.steps import Answer, Ask
-from kvcomm.wire.messages import Failure, Heartbeat, HeartbeatAnswer, Message, NodePlan, RingMap, ShardLoad
+from kvcomm.wire.messages import (
+    Failure,
+    Heartbeat,
+    HeartbeatAnswer,
+    HotReport,
+    Message,
+    NodePlan,
+    RingMap,
+    ShardLoad,
+)
 
 FACE = Face("shard-1", "shard", "r1", Incarnation(9), "tcp://h:1", "unix:///s", "h:2")
 PERIOD_S = 0.05
@@ -200,3 +209,21 @@ def test_a_beat_knows_by_how_much_it_is_late() -> None:
     first, second = peers.beats("controller-0")
     assert first.late_s < 2.0
     assert 4.0 < second.late_s < 6.0
+
+
+def test_a_report_goes_to_every_controller_once_a_period_whoever_is_told_at_once() -> None:
+    asked: list[float] = []
+
+    def reports(now: float) -> Sequence[Message]:
+        asked.append(now)
+        return [HotReport(float(len(asked)), [], [])]
+
+    async def tell(peers: Peers, heart: Heart) -> None:
+        told(peers, controller_0=QUIET)  # the other one is tried again and again
+        await until(lambda: len(peers.beats("controller-1")) >= 3)
+        heart.beat()
+        await until(lambda: len(peers.beats("controller-0")) == 2)
+
+    peers, _, _ = run(tell, LONG_S, reports=reports)
+    sent = [(at, message) for at, message, _ in peers.sent if isinstance(message, HotReport)]
+    assert sent == [(f"at {name}", HotReport(1.0, [], [])) for name in NAMES]

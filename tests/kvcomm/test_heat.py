@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,3 +210,29 @@ def test_a_window_adds_up_what_others_counted():
     window.add([b"a"])
     window.take([Counted(b"a", 2.0, 0.5), Counted(b"b", 4.0)])
     assert window.drain(5) == [Counted(b"b", 4.0), Counted(b"a", 3.0, 0.5)]
+
+
+def test_threads_may_count_while_another_reports(clock):
+    """Nothing raises, and no key is counted more often than it was read."""
+    busy, stop = Heat(ME, "", Shards(), clock), threading.Event()
+    reads = [0] * 3
+
+    def read(number: int) -> None:
+        while not stop.is_set():
+            busy.read_records([b"%d" % (reads[number] % 500) for _ in range(20)])
+            reads[number] += 20
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+    driver = Driver()
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(100):
+            clock.now += INTERVAL_S
+            driver.run(busy.riding(asking("unix:///shard-0")))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    told = sum(each.count for report in driver.reports for each in report.records)
+    assert 0 < told <= sum(reads)

@@ -273,20 +273,6 @@ def test_a_failure_is_not_remembered_as_an_absence():
     assert l1.known_absent(KEYS[:1], 1.0) == [False]
 
 
-def test_the_filter_answers_only_with_an_authoritative_feed():
-    l1 = tier()
-    assert l1.maybe_remote(KEYS[0])
-    l1.mark_absent(KEYS[:1], 0.0, l1.moment)
-    feed = l1.remote_opened()
-    l1.remote_heard(KEYS[:1])
-    assert l1.known_absent(KEYS[:1], 0.0) == [False]
-    assert l1.remote_synced(feed)
-    assert [l1.maybe_remote(key) for key in KEYS[:2]] == [True, False]
-    l1.remote_lost()
-    assert l1.maybe_remote(KEYS[1])
-    assert l1.stats().remote_skipped_total == 1
-
-
 # -- single flight
 
 

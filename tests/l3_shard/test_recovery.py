@@ -138,26 +138,35 @@ class Split(Cluster):
 
     sides: tuple[str, ...] = ()
 
-    def __init__(self, names: str = "abc", **more: object) -> None:
+    def __init__(self, names: str = "abc", **quorums: int) -> None:
         super().__init__(
             7,
             names,
             Faults(delay_s=0.002, disk_s=0.002),
-            make=partial(Shard, watch=WatchOptions()),
-            repair=RepairOptions(interval_s=3600.0),
-            **more,
+            None,
+            partial(Shard, watch=WatchOptions()),
+            RepairOptions(interval_s=3600.0),
+            None,
+            **quorums,
         )
 
-    def _request(  # type: ignore[override]
-        self, node: str, message: Message, tenant: bytes, then: Callable[[Message], None], *args: object,
-        asker: str = "", **more: object,
-    ) -> None:  # fmt: skip
+    def _request(
+        self,
+        node: str,
+        message: Message,
+        tenant: bytes,
+        then: Callable[[Message], None],
+        timeout_s: float,
+        reliable: bool,
+        asker: str = "",
+    ) -> None:
+        """Pings are answered by the server, not by the machine."""
         if not isinstance(message, Ping):
-            super()._request(node, message, tenant, then, *args, asker=asker, **more)  # type: ignore[arg-type]
+            super()._request(node, message, tenant, then, timeout_s, reliable, asker)
         elif self._passes(False, node, asker):
             self.after(0.004, lambda: then(Pong()))
         else:
-            self.after(1.0, lambda: then(Failure("unavailable", "no reply in time")))
+            self.after(timeout_s, lambda: then(Failure("unavailable", "no reply in time")))
 
     def _passes(self, reliable: bool, *ends: str) -> bool:
         apart = any(ends[0] in side and ends[-1] not in side for side in self.sides)

@@ -309,7 +309,7 @@ def test_flows_measure_the_circle(now, then, count):
     ring = Ring.from_map(msgspec.structs.replace(stable, transition=RingTransition("copy", then, [])))
     flows = ring.flows(count)
     assert sum(flows.values()) == 2**64
-    seen = Counter()
+    seen: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
     after = Ring.from_map(RingMap(1, 3, 2, 1, 1, then, []))
     before = Ring.from_map(stable)
     for key in KEYS:

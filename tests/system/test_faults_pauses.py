@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcomm.errors import KVCommError, OutcomeUnknown, StaleEpoch, Unavailable
+from kvcomm.instance import NodeRecord
 from kvcomm.rpc import Connection
 from kvcomm.stateplane import record_name
 from kvcomm.wire.messages import (
@@ -143,6 +144,8 @@ def replication(lab: Lab, old: int) -> RecordReplicate:
 def test_fault_22_short_pauses_change_no_ownership(lab: Lab) -> None:
     """As a collector of garbage makes them: one second, again and again, now here and now there."""
     before, pids = epoch(lab), {node.node: node.pid for node in lab.shards()}
+    eventually(lambda: all(silent_peers(node) == 0 for node in lab.shards()))
+    silences = {node.node: metric(node, "kvcomm_silences_total") for node in lab.shards()}
     traffic = Traffic(lab, "fault-22")
     with traffic.running():
         for node in SHARDS:
@@ -153,7 +156,29 @@ def test_fault_22_short_pauses_change_no_ownership(lab: Lab) -> None:
             traffic.goes_on()
     assert epoch(lab) == before
     assert {node.node: node.pid for node in lab.shards()} == pids
+    assert {node.node: metric(node, "kvcomm_silences_total") for node in lab.shards()} == silences, (
+        "nobody called anybody silent: neither those who stood still, nor those who watched"
+    )
     traffic.judge()
+
+
+def silent_peers(node: NodeRecord) -> float:
+    return metric(node, "kvcomm_silent_peers")
+
+
+def test_a_long_pause_is_seen_by_the_others_and_blamed_on_nobody_by_the_sleeper(lab: Lab) -> None:
+    eventually(lambda: all(silent_peers(node) == 0 for node in lab.shards()))
+    sleeper, others = lab.node("shard-1"), [lab.node("shard-0"), lab.node("shard-2")]
+    blamed = metric(sleeper, "kvcomm_silences_total")
+    split_s = [metric(node, "kvcomm_split_seconds_total") for node in others]
+    with lab.paused("shard-1"):
+        eventually(lambda: all(silent_peers(node) == 1 for node in others))
+        assert [metric(node, "kvcomm_split_mode") for node in others] == [1, 1], "they are a majority"
+    eventually(lambda: all(silent_peers(node) == 0 for node in others))
+    assert [metric(node, "kvcomm_split_mode") for node in [*others, sleeper]] == [0, 0, 0]
+    assert metric(sleeper, "kvcomm_silences_total") == blamed
+    after = [metric(node, "kvcomm_split_seconds_total") for node in others]
+    assert all(now > then for now, then in zip(after, split_s, strict=True))
 
 
 def test_fault_22_the_supervisor_stands_still(lab: Lab) -> None:

@@ -190,7 +190,8 @@ class Agent:
         await asyncio.gather(*(find(*each) for each in order.shards.items()))
         if not rings:
             raise Unavailable(f"no shard answers: {missing}")
-        ring = Ring.from_map(max(rings, key=lambda each: each.epoch))
+        newest = max(rings, key=lambda each: each.epoch)
+        ring = Ring.from_map(newest)
         names = {key: state_name(key) for key in order.eventual}
         names |= {key: strong_name(key) for key in order.strong}
         owners = {key: list(ring.replicas(name)) for key, name in names.items()}
@@ -212,7 +213,8 @@ class Agent:
                 states[node] = dict(zip(keys, answer.states, strict=True))
 
         await asyncio.gather(*(look(*each) for each in order.shards.items() if each[0] not in missing))
-        return Stored(states, owners, missing)
+        quorums = (newest.replicas, newest.write_quorum, newest.read_quorum)
+        return Stored(states, owners, missing, quorums)
 
     async def _tell(self, order: Told) -> Done:
         """The first controller that can say counts."""

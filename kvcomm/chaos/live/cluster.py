@@ -30,6 +30,8 @@ from kvcomm.rpc import Connection, Identity
 from kvcomm.wire.messages import DropOrder, DropPeer, Message
 
 CONTROLLER_PORT = 7400
+TENANT = "chaos"
+"""Of the clients: in a cluster of somebody's nobody else's records are touched."""
 STARTED_WITHIN_S = 60.0
 REQUEST_TIMEOUT_S = 0.5
 CONNECT_TIMEOUT_S = 0.5
@@ -97,21 +99,24 @@ class Cluster:
         """By host and role."""
         self.agents: dict[str, Agent] = {}
         self._paused: set[tuple[str, str]] = set()
-        self.instance = Instance.create(f"chaos-{secrets.token_hex(4)}")
-        self._ends.callback(self._remove_instance)
         try:
-            self.hosts: Hosts = (
-                Namespaces(scenario.nodes)
-                if kind == "namespaces"
-                else Loopback(scenario.nodes, self._endpoints, self._tell_drops)
-            )
-            self._ends.callback(self.hosts.close)
-            self._ends.callback(self._end_processes)
-            for node in self.hosts.nodes:
-                self._write_config(node)
+            self._open(kind)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, kind: str) -> None:
+        self.instance = Instance.create(f"chaos-{secrets.token_hex(4)}")
+        self._ends.callback(self._remove_instance)
+        self.hosts: Hosts = (
+            Namespaces(self.scenario.nodes)
+            if kind == "namespaces"
+            else Loopback(self.scenario.nodes, self._endpoints, self._tell_drops)
+        )
+        self._ends.callback(self.hosts.close)
+        self._ends.callback(self._end_processes)
+        for node in self.hosts.nodes:
+            self._write_config(node)
 
     def close(self) -> None:
         self._ends.close()
@@ -163,13 +168,18 @@ class Cluster:
             self._processes[node, role].signal(number)
             (self._paused.add if number == signal.SIGSTOP else self._paused.discard)((node, role))
 
-    def welcome_back(self, node: str) -> None:
-        """A restarted process hears of the cuts that stand, as soon as it can."""
-        if not isinstance(self.hosts, Loopback):
-            return
+    def await_back(self, node: str, part: Part) -> str:
+        """Wait until a host's restarted processes serve; the address of its shard, "" if it has none.
+
+        Raises:
+            Unavailable: they do not, in time.
+        """
+        names = {self.name(node, role) for role in self._roles(node, part)}
         deadline = time.monotonic() + STARTED_WITHIN_S
-        self._wait(lambda: node in self._serving(), deadline, f"{node} does not come back")
-        self.hosts.repeat(self.nodes)
+        self._wait(lambda: names <= {each.node for each in self._records()}, deadline, f"{node} is not back")
+        if isinstance(self.hosts, Loopback):
+            self.hosts.repeat(self.nodes)  # it knows nothing of the cuts that stand
+        return self.shard_addresses().get(self.name(node, "shard"), "")
 
     # -- what they are called
 
@@ -194,7 +204,7 @@ class Cluster:
 
     def shard_addresses(self) -> dict[str, str]:
         """Of the living shards, by name."""
-        return {each.node: each.addresses[0] for each in self._records() if each.role == "shard"}
+        return {each.node: _over_tcp(each) for each in self._records() if each.role == "shard"}
 
     def _controller_port(self, node: str) -> int:
         """Hosts that share an address have different ports."""
@@ -225,7 +235,7 @@ class Cluster:
             agent.tell(
                 Setup(
                     node, index, seeds, own + [each for each in controllers if each not in own],
-                    credentials.token("default"), credentials.token(NODE_TENANT),
+                    credentials.token(TENANT), credentials.token(NODE_TENANT),
                     self.scenario.load, self._seed, REQUEST_TIMEOUT_S, CONNECT_TIMEOUT_S,
                     max(1.0, deadline - time.monotonic()),
                     str(self.history_path(node)), str(self.samples_path(node)),
@@ -331,3 +341,8 @@ class Cluster:
             path.unlink(missing_ok=True)
         with suppress(KVCommError):
             self.instance.remove()
+
+
+def _over_tcp(node: NodeRecord) -> str:
+    """A node's address for callers of other hosts; a drop table is told all of them."""
+    return next((each for each in node.addresses if each.startswith("tcp:")), node.addresses[0])

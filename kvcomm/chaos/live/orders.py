@@ -114,6 +114,8 @@ class Stored(Answer, frozen=True, tag="stored"):
     """By key, by the newest map of those that answered."""
     missing: dict[str, str]
     """Nodes that did not answer, and why."""
+    quorums: tuple[int, int, int] = (3, 2, 2)
+    """Replicas, write quorum, read quorum by that map."""
 
 
 AnyOrder = Setup | Begin | Phase | Drop | End | Look | States | Save | Told

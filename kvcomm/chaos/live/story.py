@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,24 @@ from kvcomm.chaos.history import History, Invoked, Line
 from kvcomm.chaos.keys import eventual_keys
 from kvcomm.chaos.live.cluster import Cluster
 from kvcomm.chaos.live.orders import Begin, Done, End, Look, Phase, Save, States, Stored, Told
+from kvcomm.chaos.live.running import RunningCluster
 from kvcomm.chaos.measures import measure
 from kvcomm.chaos.observed import Episode, Mark, Observed, Sample
 from kvcomm.chaos.registers import KINDS
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
     LEADER,
+    OPERATION_STEPS,
     AnyStep,
+    ControllerOrder,
     Cut,
     Drain,
     Heal,
     Kill,
     Loss,
     Move,
+    OperationStep,
+    Part,
     Pause,
     Restart,
     Resume,
@@ -42,13 +47,16 @@ from kvcomm.chaos.scenario import (
 from kvcomm.chaos.shapes import Cut as Direction
 from kvcomm.chaos.shapes import cuts_of, sides
 from kvcomm.errors import KVCommError, Unavailable
-from kvcomm.wire.messages import RecordState
+from kvcomm.wire.messages import ClusterView, OrderAnswer, RecordState
 
 EQUAL_EVERY_S = 0.1
 BEFORE, DURING, AFTER = range(3)
 """Phases: before the first fault, until all is healed, and after that."""
 LEADER_WITHIN_S = 15.0
 ORDER_WITHIN_S = 60.0
+RING_WITHIN_S = 30.0
+ENDED = ("done", "cancelled", "rolled back", "failed")
+"""Last steps of an operation."""
 POINT_MAX = (1 << 64) - 1
 """Of the circle that keys lie on."""
 
@@ -61,6 +69,7 @@ def tell(
     seed: int,
     heard: Listener = lambda line: None,
     keep: Path | None = None,
+    instance: str | None = None,
 ) -> Report:
     """Run ``scenario`` and judge it.
 
@@ -68,12 +77,17 @@ def tell(
         backend: ``namespaces`` or ``loopback``.
         heard: told what is being done.
         keep: where to leave logs and histories; ``None`` = nowhere.
+        instance: the cluster to hurt, in place of one of its own; by drop tables.
     """
     if why := unable(scenario, backend):
         return skipped(scenario, backend, seed, why)
     directory = Path(tempfile.mkdtemp(prefix="kvcomm-chaos-"))
     try:
-        cluster = Cluster(scenario, backend, directory, seed)
+        cluster = (
+            Cluster(scenario, backend, directory, seed)
+            if instance is None
+            else RunningCluster(scenario, instance, directory, seed)
+        )
         try:
             observed = _Story(cluster, scenario, heard).tell()
         finally:
@@ -124,7 +138,9 @@ class _Story:
         self._begin = 0.0
         self._open: set[int] = set()
         """Orders that are being carried out."""
-        self._taken = self._done = self._refused = 0
+        self._late_s = 0.0
+        """What follows something that had to be waited for is done so much later than it says."""
+        self._taken = self._done = self._undone = self._refused = 0
 
     def tell(self) -> Observed:
         cluster, scenario = self._cluster, self._scenario
@@ -134,13 +150,15 @@ class _Story:
         self._begin = time.monotonic()
         last = _last_heal(scenario)
         for number, step in enumerate(scenario.steps):
-            self._wait_until(self._begin + step.at_s)
+            self._wait_until(self._begin + step.at_s + self._late_s)
             if number == last:
                 cluster.everybody(Phase(AFTER))
             self._do(step)
+            if isinstance(step, Restart | ControllerOrder) or (isinstance(step, Kill) and step.when):
+                self._late_s = max(self._late_s, time.monotonic() - self._begin - step.at_s)
             if number == last:
                 self._healed_at = time.monotonic()
-        self._wait_until(self._begin + scenario.end_s)
+        self._wait_until(self._begin + scenario.end_s + self._late_s)
         cluster.everybody(End(), scenario.load.deadline_s + 30.0)
         end = time.monotonic()
         self._mend()
@@ -178,18 +196,29 @@ class _Story:
                 go_on = lambda: cluster.signal(node, step.part, signal.SIGCONT)  # noqa: E731
                 self._change("heal", f"resume {node} {step.part}", go_on, {}, [f"down {node} {step.part}"])
             case Kill():
-                broken = {f"down {node} {step.part}": frozenset[Direction]()}
-                self._change(
-                    "fault", f"kill {node} {step.part}", lambda: cluster.kill(node, step.part), broken
-                )
+                what = f"kill {node} {step.part}{self._await_step(step.when)}"
+                kill = lambda: cluster.kill(node, step.part)  # noqa: E731
+                self._change("fault", what, kill, {f"down {node} {step.part}": frozenset[Direction]()})
             case Restart():
-                self._change(
-                    "heal", f"restart {node} {step.part}", lambda: cluster.restart(node, step.part), {},
-                    [f"down {node} {step.part}"],
-                )  # fmt: skip
+                again = lambda: self._restart(node, step.part)  # noqa: E731
+                self._change("heal", f"restart {node} {step.part}", again, {}, [f"down {node} {step.part}"])
             case Scale() | Move() | Drain():
                 self._order(step)
         self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
+
+    def _restart(self, node: str, part: Part) -> None:
+        """It is broken until it serves again, and the others know where: a restart may change its address."""
+        cluster, begin = self._cluster, time.monotonic()
+        cluster.restart(node, part)
+        address = cluster.await_back(node, part)
+        while address and part != "controller" and time.monotonic() < begin + RING_WITHIN_S:
+            try:
+                ring = self._view().ring
+            except Unavailable:
+                ring = None  # the controllers are on their way back as well
+            if ring is not None and any(shard.address == address for shard in ring.shards):
+                break
+            time.sleep(0.05)
 
     def _order(self, step: Scale | Move | Drain) -> None:
         """Give an operator's order to the controllers."""
@@ -206,11 +235,25 @@ class _Story:
             self._refused += 1
             what += f": {answer.text}"
         else:
-            number = int(json.loads(answer.text)[1])
-            if number:
+            if number := msgspec.json.decode(answer.text, type=OrderAnswer).operation:
                 self._taken += 1
                 self._open.add(number)
         self._marks.append(Mark(time.monotonic(), what, "order"))
+
+    def _await_step(self, wanted: OperationStep | None) -> str:
+        """Until what was ordered is so far; which step it is at then."""
+        deadline = time.monotonic() + ORDER_WITHIN_S
+        while wanted is not None and self._open:
+            with suppress(Unavailable):
+                for each in self._view().operations:
+                    reached = each.step not in OPERATION_STEPS or (
+                        OPERATION_STEPS.index(each.step) >= OPERATION_STEPS.index(wanted)
+                    )
+                    if each.operation in self._open and reached:
+                        return f" while {each.step}"
+            if time.monotonic() > deadline:
+                raise Unavailable(f"no order came as far as {wanted}")
+        return ""
 
     def _message(self, step: Scale | Move | Drain) -> tuple[str, dict[str, Any], str]:
         """(name of the message, its fields, the order in words)."""
@@ -234,12 +277,27 @@ class _Story:
             view = self._view()
         except Unavailable:
             return  # the controllers are what is broken; there is another time
-        for number, _, step, *_ in view.get("operations", ()):
-            if number in self._open and step in ("done", "cancelled", "rolled back", "failed"):
-                self._open.discard(number)
-                self._done += step == "done"
-                self._marks.append(Mark(time.monotonic(), f"order {number} {step}", "order"))
+        for each in view.operations:
+            if each.operation in self._open and each.step in ENDED:
+                self._open.discard(each.operation)
+                self._done += each.step == "done"
+                self._undone += each.step != "done"
+                self._marks.append(Mark(time.monotonic(), f"{each.what}: {each.step}", "order"))
                 self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
+
+    def _open_orders(self) -> list[str]:
+        """Those that are not carried out yet, and why."""
+        if not self._open:
+            return []
+        try:
+            view = self._view()
+        except Unavailable as error:
+            return [f"no controller says what became of the orders: {error.message}"]
+        return [
+            f"{each.what}: {each.step}, {each.done_share:.0%} done; {each.trouble or 'no trouble is told'}"
+            for each in view.operations
+            if each.operation in self._open
+        ]
 
     def _node(self, step: AnyStep) -> str:
         node = getattr(step, "node", "")
@@ -263,12 +321,10 @@ class _Story:
         """Do something, and know since when what is broken."""
         if kind == "fault" and not self._episodes and not self._broken:
             self._cluster.everybody(Phase(DURING))
-        if mended:
-            self._close_episode(time.monotonic())
+        until = time.monotonic()
         action()
         now = time.monotonic()
-        if not mended:
-            self._close_episode(now)
+        self._close_episode(until if kind == "heal" and "restart" not in what else now)
         for each in mended:
             self._broken.pop(each, None)
         self._broken |= broken
@@ -298,18 +354,27 @@ class _Story:
         """The host of the controllers' leader."""
         deadline = time.monotonic() + LEADER_WITHIN_S
         while True:
-            view = self._view()
-            if view.get("leader"):
-                return self._cluster.host_of(view["leader"])
+            if leader := self._view().leader:
+                return self._cluster.host_of(leader)
             if time.monotonic() > deadline:
                 raise Unavailable("the controllers name no leader")
             time.sleep(0.1)
 
-    def _view(self) -> dict[str, Any]:
-        """What a controller knows."""
-        answer = self._tell_controllers("ClusterGet", {}, 1.0)
-        names = ("type", "controller", "leader", "term", "mode", "ring", "nodes", "operations")
-        return dict(zip(names, json.loads(answer.text), strict=False))
+    def _view(self) -> ClusterView:
+        """What the leader knows, or if none can be asked, what another controller does: only the leader knows
+        of operations."""
+        addresses = self._cluster.controller_addresses()
+        view = self._view_of(addresses)
+        if view.leader and view.leader != view.controller:
+            number = int(view.leader.rpartition("-")[2])
+            with suppress(Unavailable):
+                return self._view_of(addresses[number : number + 1])
+        return view
+
+    def _view_of(self, addresses: list[str]) -> ClusterView:
+        answer = next(iter(self._cluster.agents.values())).ask(Told(addresses, "ClusterGet", {}, 1.0))
+        assert isinstance(answer, Done)
+        return msgspec.json.decode(answer.text, type=ClusterView)
 
     def _tell_controllers(self, name: str, fields: dict[str, Any], within_s: float) -> Done:
         """Raises ``Unavailable``: none that can be reached leads, in all this time."""
@@ -383,8 +448,9 @@ class _Story:
             ending=None if stored.missing else _ending(stored, eventual),
             equal_s=None if self._equal_at is None else self._equal_at - self._healed_at,
             owners={key: [cluster.host_of(each) for each in those] for key, those in stored.owners.items()},
-            unequal=self._unequal,
-            orders_taken=self._taken, orders_done=self._done, orders_refused=self._refused,
+            unequal=self._unequal, quorums=stored.quorums,
+            orders_taken=self._taken, orders_done=self._done, orders_undone=self._undone,
+            orders_refused=self._refused, orders_open=self._open_orders(),
         )  # fmt: skip
 
     def _history(self) -> History:

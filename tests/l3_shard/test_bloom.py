@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm.errors import ConfigError
-from l1.bloom import LayeredBloom
+from l3_shard.bloom import LayeredBloom
 
 
 def key(number: int) -> bytes:
@@ -75,7 +75,7 @@ def test_the_rate_is_not_low_because_nothing_is_ever_called_present():
 
 def test_it_is_the_same_in_every_process():
     script = (
-        "from l1.bloom import LayeredBloom\n"
+        "from l3_shard.bloom import LayeredBloom\n"
         "bloom = LayeredBloom(8, 0.4)\n"
         "for number in range(40): bloom.add(b'member %d' % number)\n"
         "import sys\n"

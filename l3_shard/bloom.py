@@ -12,6 +12,8 @@ that one number.
 from __future__ import annotations
 
 import operator
+import struct
+from collections.abc import Iterable
 
 from mmh3 import hash128
 from rbloom import Bloom
@@ -20,9 +22,36 @@ from kvcomm.errors import ConfigError
 
 GROWTH = 2
 TIGHTENING = 0.5
+HASHES_MAX = 64
+_HASHES = struct.Struct("<Q")
 SHARE = 0.8
 """Part of the rate that the layers are given.  The rest covers that real filters deviate from the formula of
 their size, and costs half a bit a key."""
+
+
+class Layers:
+    """Layers of filters that were made elsewhere, to look keys up in.
+
+    Raises:
+        ValueError: these bytes are no filter's.
+    """
+
+    __slots__ = ("_layers",)
+
+    def __init__(self, layers: Iterable[bytes]) -> None:
+        self._layers = [_loaded(layer) for layer in layers]
+
+    def __contains__(self, key: bytes) -> bool:
+        """False = in none of them."""
+        digest = hash128(key, signed=True)
+        return any(digest in layer for layer in self._layers)
+
+
+def _loaded(layer: bytes) -> Bloom:
+    """The library trusts what it reads: the number of hash functions, then the bits."""
+    if len(layer) <= _HASHES.size or not 1 <= _HASHES.unpack_from(layer)[0] <= HASHES_MAX:
+        raise ValueError("not a filter")
+    return Bloom.load_bytes(layer, operator.index)
 
 
 class LayeredBloom:
@@ -73,6 +102,10 @@ class LayeredBloom:
             return True
         digest = hash128(key, signed=True)
         return any(digest in layer for layer in reversed(self._layers))  # the last layer holds the most keys
+
+    def to_layers(self) -> list[bytes]:
+        """The layers, to be sent; a saturated filter has none.  See :class:`Layers`."""
+        return [layer.save_bytes() for layer in self._layers]
 
     @property
     def layer_count(self) -> int:
