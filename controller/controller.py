@@ -256,7 +256,7 @@ class Controller:
                     lead.saw(message, now)
                 return self._heartbeat_answer(message, now)
             case ClusterGet():
-                return self._view(now)
+                return self.view(now)
         return Failure(Refused.code, f"a controller does not answer {type(message).__name__}")
 
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -280,7 +280,8 @@ class Controller:
 
     # -- the view
 
-    def _view(self, now: float) -> ClusterView:
+    def view(self, now: float) -> ClusterView:
+        """Everything that this controller knows; operations only while it leads."""
         leader = self._leader_known(now)
         nodes = [self._node_view(name, now) for name in sorted({*self._roster.names, *self._wanted()})]
         wanted = self._wanted()

@@ -102,6 +102,11 @@ C = TypeVar("C", bound=Cell)
 _CELLS: dict[Kind, type[Cell]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
+OPERATION_STEPS = (
+    "planned", "copying", "verifying", "serving", "purging", "done", "cancelled", "rolled back", "failed",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Definition:
     """One metric.  ``labels`` names each label's possible values."""
@@ -508,6 +513,29 @@ DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "kvcomm_controller_term", "gauge", _CONTROLLER,
         "Epoch of the lease under which this controller leads; 0 = another one does, or none.",
+    ),
+    Definition(
+        "kvcomm_controller_leads", "gauge", _CONTROLLER,
+        "1 = this controller leads. The sum over all controllers is 1 but for the time of an election.",
+    ),
+    Definition(
+        "kvcomm_cluster_nodes", "gauge", _CONTROLLER,
+        "Nodes that there should be, by how this controller finds them.",
+        {"state": ("alive", "suspect", "dead", "unknown")},
+    ),
+    Definition(
+        "kvcomm_operations_total", "counter", _CONTROLLER,
+        "Operations (scale, drain, move, ...) begun in this cluster since it was made, as this controller "
+        "knew when it led.",
+    ),
+    Definition(
+        "kvcomm_operations", "gauge", _CONTROLLER,
+        "Those that the leader remembers, by their step.",
+        {"step": OPERATION_STEPS},
+    ),
+    Definition(
+        "kvcomm_operation_done_share", "gauge", _CONTROLLER,
+        "Of the operation under way: how much of its records and bytes has been copied; 1 = none is.",
     ),
     Definition(
         "kvcomm_controller_votes", "gauge", _CONTROLLER,

@@ -18,9 +18,9 @@ def lines(view: ClusterView) -> Iterator[str]:
     epoch = f"ring epoch {view.ring.epoch}" if view.ring is not None else "no ring yet"
     yield f"cluster {view.mode}: {leads}; {epoch}, as {view.controller} says"
     for node in view.nodes:
-        if node.state != "alive":
+        if node.state != "alive" and not _left(node):
             yield f"{node.node} is {node.state}: {_silence(node)}"
-        elif node.silent_to:
+        elif node.state == "alive" and node.silent_to:
             yield f"{node.node} is heard here, but does not answer {', '.join(node.silent_to)}"
     if view.mode != "whole" and view.ring is not None:
         yield from (f"{what}: {how}" for what, how in served(view).items())
@@ -105,6 +105,11 @@ def _groups(ring: RingMap) -> Sequence[tuple[str, ...]]:
 
     circle = Ring.from_map(ring)
     return [circle.replicas(index.to_bytes(4, "big")) for index in range(1_000)]
+
+
+def _left(node: NodeView) -> bool:
+    """Whether it was drained and stopped; the controllers remember it for a while."""
+    return node.role in ("shard", "pool") and not node.in_ring
 
 
 def _silence(node: NodeView) -> str:

@@ -175,6 +175,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     async with _shard_stores(process) as (store, disk):
         presence = Presence(store, disk)
         store.watch(presence.heard)
+        if disk is not None:
+            disk.watch(presence.heard)
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
@@ -245,6 +247,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     from controller.process import RunningController, run_controller
     from kvcomm.cli.gateway import ControllerBackend
     from kvcomm.cli.signals import stop_event
+    from kvcomm.cli.standing import refresh_controller
 
     stop = stop_event(lifeline)
     announcing: list[asyncio.Task[None]] = []
@@ -252,7 +255,7 @@ async def _controller(process: NodeProcess, lifeline: bool) -> None:
     def ready(running: RunningController) -> None:
         def refresh() -> None:
             process.refresh_server(running.server, running.machine.epoch)
-            process.metrics.gauge("kvcomm_controller_term").set(running.term)
+            refresh_controller(process.metrics, running.machine.view(time.monotonic()), running.term)
             process.metrics.gauge("kvcomm_controller_votes").set(running.metadata.counts().votes)
             hot = running.shell.hot.hot
             process.metrics.gauge("kvcomm_hot_keys", plane="block").set(len(hot.blocks.keys))
@@ -287,7 +290,13 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    options = ControllerOptions(
+        heartbeat_s=cluster.heartbeat_s,
+        lease_s=max(cluster.lease_s, 3 * cluster.heartbeat_s),
+        replace_after_s=cluster.replace_after_s,
+        move_rate_bytes_s=cluster.move_rate_bytes,
+        policy="" if cluster.balance == "none" else cluster.balance,
+    )
     return Controller(process.node, rules, initial, options)
 
 

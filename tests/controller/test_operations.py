@@ -123,6 +123,9 @@ def test_draining_a_shard_and_a_pool() -> None:
     assert last(world).step == "done" and "pool-0" not in world.nodes
     assert not world.ring.pools
     settled(world)
+    world.run(30)
+    view = world.ask("controller-0", ClusterGet())
+    assert isinstance(view, ClusterView) and view.mode == "whole", "what was drained is missed by nobody"
 
 
 def test_pools_are_those_of_the_configuration_but_for_drained_ones() -> None:

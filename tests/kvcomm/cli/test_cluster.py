@@ -35,8 +35,10 @@ def ring(replicas: int = 3) -> RingMap:
     return RingMap(9, replicas, 2, 2, 1, nodes, [])
 
 
-def node(name: str, state: str = "alive", silent_s: float = 0.5, **more) -> NodeView:
-    return NodeView(name, name.split("-", maxsplit=1)[0], "r", state, silent_s, 9, 1, **more)
+def node(
+    name: str, state: str = "alive", silent_s: float = 0.5, *, in_ring: bool = True, **more: Any
+) -> NodeView:
+    return NodeView(name, name.split("-")[0], "r", state, silent_s, 9, 1, in_ring=in_ring, **more)
 
 
 def view(dead: int = 0, mode: str = "whole", leader: str = "controller-0", **more) -> ClusterView:
@@ -84,6 +86,11 @@ def test_who_is_heard_but_not_by_all_is_told():
     said = list(lines(view(nodes=nodes)))
     assert "shard-0 is heard here, but does not answer shard-1" in said
     assert "shard-9 is unknown: not heard since this controller was started" in said
+
+
+def test_who_was_drained_is_not_missed():
+    nodes = [node("controller-0"), node("shard-9", "dead", 40.0, in_ring=False)]
+    assert len(list(lines(view(nodes=nodes)))) == 1
 
 
 def test_operations_show_their_progress_and_only_a_few_past_ones():
