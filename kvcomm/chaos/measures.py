@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcomm.chaos.scenario import Scenario
 
 NEVER: Final = inf
+REQUEST_TIMEOUT_S: Final = 0.5
+"""Of the clusters that stories are told on; below the shipped 2 s, for shorter stories."""
 SLACK_S = 0.3
 """That a call may be late where processes share two cores."""
 
@@ -92,9 +94,14 @@ def measure(scenario: Scenario, observed: Observed) -> Measured:
 # -- the judges
 
 
-def plan_of(scenario: Scenario, observed: Observed) -> Plan:
-    """The plan that the judges of the simulator go by."""
-    replicas, write_quorum, read_quorum = observed.quorums
+def plan_of(scenario: Scenario, quorums: tuple[int, int, int] | None = None) -> Plan:
+    """The plan that the judges of the simulator go by.
+
+    Args:
+        quorums: replicas, write quorum, read quorum; else majorities of the scenario's replicas.
+    """
+    copies = min(scenario.replicas, scenario.shards or scenario.nodes)
+    replicas, write_quorum, read_quorum = quorums or (copies, copies // 2 + 1, copies // 2 + 1)
     return Plan(
         seed=0,
         shards=max(replicas, scenario.shards or scenario.nodes),
@@ -102,11 +109,13 @@ def plan_of(scenario: Scenario, observed: Observed) -> Plan:
         write_quorum=write_quorum,
         read_quorum=read_quorum,
         operation_timeout_s=scenario.load.deadline_s + SLACK_S,
+        ask_timeout_s=REQUEST_TIMEOUT_S,
+        request_timeout_s=0.75 * REQUEST_TIMEOUT_S,
     )
 
 
 def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
-    plan = plan_of(scenario, observed)
+    plan = plan_of(scenario, observed.quorums)
     records, _ = observed.history.parted([*KINDS, *_EVENTUAL])
     strong, eventual = records.parted(KINDS)
     if observed.ending is not None:
@@ -119,7 +128,7 @@ def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
         yield from _of_call(operation)
 
 
-_EVENTUAL = ("get", "put", "blind", "delete")
+_EVENTUAL = ("get", "put", "blind", "delete", "batch")
 
 
 def _of_call(operation: Operation) -> Iterator[Violation]:

@@ -23,6 +23,7 @@ from kvcomm.chaos.live.loopback import Endpoint, Loopback
 from kvcomm.chaos.live.namespaces import Namespaces
 from kvcomm.chaos.live.orders import AnyAnswer, AnyOrder, Drop, Setup
 from kvcomm.chaos.live.process import Agent, Process
+from kvcomm.chaos.measures import REQUEST_TIMEOUT_S
 from kvcomm.chaos.scenario import Part, Scenario, Step
 from kvcomm.chaos.shapes import Cut
 from kvcomm.credentials import NODE_TENANT
@@ -37,7 +38,6 @@ INSTANCE = "chaos"
 TENANT = "chaos"
 """Of the clients: in a cluster of somebody's nobody else's records are touched."""
 STARTED_WITHIN_S = 60.0
-REQUEST_TIMEOUT_S = 0.5
 CONNECT_TIMEOUT_S = 0.5
 
 _OURS = re.compile(rf"{INSTANCE}-(\d+)-[0-9a-f]+")
@@ -47,7 +47,7 @@ network:
   listen_host: {address}
   local_sockets: false
   drop_table: {drop_table}
-  request_timeout: 500ms
+  request_timeout: {request_timeout_ms}ms
   connect_timeout: 500ms
 cluster:
   shards: {shards}
@@ -283,6 +283,7 @@ class Cluster:
         self._config(node).write_text(
             _CONFIG.format(
                 address=self.hosts.address(node),
+                request_timeout_ms=round(1000 * REQUEST_TIMEOUT_S),
                 drop_table="true" if self.hosts.kind == "loopback" else "false",
                 shards=shards,
                 replicas=replicas,
