@@ -23,7 +23,9 @@ from kvcomm.chaos.registers import StrongWorkload
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
     LEADER,
+    OPERATION_STEPS,
     AnyStep,
+    ControllerOrder,
     Cut,
     Drain,
     Heal,
@@ -53,6 +55,7 @@ LOOK_S = 0.05
 SAMPLE_S = 0.25
 FOUNDED_WITHIN_S = 60.0
 QUIET_S = 8.0
+ORDER_WITHIN_S = 60.0
 POINT_MAX = (1 << 64) - 1
 REPAIR_INTERVAL_S = 60.0
 """As shipped."""
@@ -158,6 +161,8 @@ class _Story:
         self._open: set[int] = set()
         self._doing: dict[int, str] = {}
         """What the controllers say of each order."""
+        self._at: dict[int, str] = {}
+        """At which step it is."""
         self._taken = self._done = self._undone = self._refused = 0
 
     def tell(self) -> Observed:
@@ -169,6 +174,7 @@ class _Story:
         self._work.begin()
         for step in scenario.steps:
             self._run(self._begin + step.at_s)
+            self._await(step)
             self._do(step)
         self._run(self._begin + scenario.end_s)
         self._work.stop()
@@ -244,6 +250,21 @@ class _Story:
         return self._leader()
 
     # -- the steps
+
+    def _await(self, step: AnyStep) -> None:
+        """What a step waits for: that orders have been carried out, or are so far."""
+        until = self.cluster.world.now + ORDER_WITHIN_S
+        while self._open and self.cluster.world.now < until and self._waits(step):
+            self._run(self.cluster.world.now + LOOK_S)
+
+    def _waits(self, step: AnyStep) -> bool:
+        if isinstance(step, ControllerOrder):
+            return step.waits
+        if not isinstance(step, Kill) or step.when is None:
+            return False
+        wanted = OPERATION_STEPS.index(step.when)
+        steps = {self._at.get(number, OPERATION_STEPS[0]) for number in self._open}
+        return all(each in OPERATION_STEPS and OPERATION_STEPS.index(each) < wanted for each in steps)
 
     def _do(self, step: AnyStep) -> None:
         nemesis, what = self._nemesis, type(step).__name__.lower()
@@ -383,6 +404,7 @@ class _Story:
             if each.operation not in self._open:
                 continue
             self._doing[each.operation] = f"{each.what}: {each.step} {each.trouble}".strip()
+            self._at[each.operation] = each.step
             if each.step in OVER:
                 self._open.discard(each.operation)
                 self._done += each.step == "done"

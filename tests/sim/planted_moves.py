@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace as altered
 
-from controller import moving, operating
+from controller import operating
 from controller.controller import Controller, Note, Noted
 from controller.journal import journal_of
 from controller.leading import Lead
@@ -90,7 +90,7 @@ def _arrives_at_once(ring: RingMap, epoch: int) -> RingMap:
 def _starts_unclean(self: Moving) -> str:
     missing = [node for node in self._target if self._report(node).state != "alive"]
     old = [node for node in self._target if self._report(node).epoch < self._map.epoch]
-    return self._states(missing) or moving._says(old, "is behind") or self._uncovered(self._living)
+    return self._states(missing) or ", ".join(sorted(old)) or self._uncovered(self._living)
 
 
 class _IssuesBeforeNoted(Controller):
