@@ -26,11 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from typing import NamedTuple
 
 from kvcomm.sketch import Hotness
-from kvcomm.wire.messages import HOT_KEYS_MAX, HotRecords, HotReport, Message, RingMap, WarmOrder
+from kvcomm.wire.messages import (
+    HOT_KEYS_MAX,
+    HotKey,
+    HotRecords,
+    HotReport,
+    HotView,
+    Message,
+    RingMap,
+    WarmOrder,
+)
 from l2_rdma.rack import Rack
 
 DISPLACES = 2.0
@@ -132,6 +142,10 @@ class HotSet:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entered
 
+    def for_s(self, key: bytes, now: float) -> float:
+        """How long ``key`` has been in.  Raises ``KeyError``: it is not."""
+        return now - self._entered[key]
+
 
 class HotKeys:
     """See the module.  ``now`` is monotonic seconds of this controller."""
@@ -185,26 +199,36 @@ class HotKeys:
         """By what was reported, hot enough to be in the set or not."""
         return [each.key for each in self._blocks.top(count, now)]
 
+    def view(self, controller: str, now: float) -> HotView:
+        """What is hot, for a person; as of the last orders."""
+        blocks, records = (
+            [HotKey(key, rate_of(key, now), hot.for_s(key, now)) for key in hot.keys]
+            for hot, rate_of in ((self.blocks, self._block_rate), (self.records, self._record_rate))
+        )
+        return HotView(controller, blocks, records)
+
     def rate(self, sketch: Hotness, key: bytes, now: float) -> float:
         """Reads a second: what comes in steadily adds up to ``half_life_s / ln 2`` seconds of it."""
         return sketch.estimate(key, now) * log(2) / self._options.half_life_s
 
+    def _block_rate(self, key: bytes, now: float) -> float:
+        return self.rate(self._blocks, key, now)
+
+    def _record_rate(self, key: bytes, now: float) -> float:
+        return max(self.rate(self._reported, key, now), self.rate(self._served, key, now))
+
     def _settle(self, now: float) -> None:
-        def block_rate(key: bytes) -> float:
-            return self.rate(self._blocks, key, now)
-
-        def record_rate(key: bytes) -> float:
-            return max(self.rate(self._reported, key, now), self.rate(self._served, key, now))
-
-        for hot, sketches, rate_of in (
-            (self.blocks, (self._blocks,), block_rate),
-            (self.records, (self._reported, self._served), record_rate),
+        for hot, sketches, rate_at in (
+            (self.blocks, (self._blocks,), self._block_rate),
+            (self.records, (self._reported, self._served), self._record_rate),
         ):
             named: dict[bytes, float] = {}
             for sketch in sketches:
-                named |= {each.key: rate_of(each.key) for each in sketch.top(self._options.names_max, now)}
+                top = sketch.top(self._options.names_max, now)
+                named |= {each.key: rate_at(each.key, now) for each in top}
             hottest = sorted(named.items(), key=lambda item: (-item[1], item[0]))
-            hot.update(hottest, rate_of, now, max(self._noise_s(sketch, now) for sketch in sketches))
+            noise_s = max(self._noise_s(sketch, now) for sketch in sketches)
+            hot.update(hottest, partial(rate_at, now=now), now, noise_s)
 
     def _noise_s(self, sketch: Hotness, now: float) -> float:
         return NOISE * sketch.total(now) / sketch.width * log(2) / self._options.half_life_s

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from controller.hotkeys import HotKeys
 from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Ask
-from kvcomm.wire.messages import HotReport, RingMap
+from kvcomm.wire.messages import HotReport, HotView, RingMap
 
 LOOKS = 4
 """So often in a window it is seen whether we lead and whether orders are due."""
@@ -23,6 +23,7 @@ class HotShell:
     """Run :meth:`run` as a task; hand it reports.
 
     Args:
+        node: this controller.
         ring: the newest map, if there is one.
         leads: whether this controller leads now.
         resolve: where a node is to be called; ``KeyError``: it has not been heard of.
@@ -30,6 +31,7 @@ class HotShell:
 
     def __init__(
         self,
+        node: str,
         hot: HotKeys,
         peers: AsyncPeers,
         *,
@@ -38,10 +40,15 @@ class HotShell:
         resolve: Callable[[str], str],
     ) -> None:
         self.hot = hot
+        self._node = node
         self._peers, self._ring, self._leads, self._resolve = peers, ring, leads, resolve
 
     def heard(self, report: HotReport) -> None:
         self.hot.heard(report, self._peers.clock())
+
+    def view(self) -> HotView:
+        """What is hot, for an operator."""
+        return self.hot.view(self._node, self._peers.clock())
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -40,8 +40,9 @@ def first_map(rules: RingRules, shards: Sequence[RingNode], pools: Sequence[Ring
 
 
 def placed(plan: NodePlan, at: RingNode) -> RingNode:
-    """The entry of a planned node that was heard ``at``."""
-    return RingNode(plan.node, at.address, at.local_address, at.control, plan.rack, plan.weight)
+    """The entry of a planned node that was heard ``at``; in which rack it is it knows best itself."""
+    rack = at.rack or plan.rack
+    return RingNode(plan.node, at.address, at.local_address, at.control, rack, plan.weight)
 
 
 def copying(ring: RingMap, epoch: int, shards: Sequence[RingNode], ranges: Sequence[RingRange]) -> RingMap:

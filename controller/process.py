@@ -36,6 +36,7 @@ from kvcomm.wire.messages import (
     Done,
     DrainOrder,
     Heartbeat,
+    HotGet,
     HotReport,
     Message,
     MoveOrder,
@@ -221,6 +222,7 @@ class Shell:
         )
         self._publisher = _Publisher(settings.publish)
         self.hot = HotShell(
+            machine.node,
             HotKeys(settings.hot),
             metadata.records.peers,
             ring=lambda: machine.ring,
@@ -347,6 +349,8 @@ class ControllerService:
         if isinstance(message, HotReport):
             self.shell.reported(message)
             reply(Done())
+        elif isinstance(message, HotGet):
+            reply(self.shell.hot.view())
         elif isinstance(message, AffinityGet):
             self.shell.advise(message, reply)
         elif type(message) in self.messages:

@@ -515,6 +515,12 @@ class ClusterConfig:
         "another one leads after this time and a little more; until then nothing changes, and reads and "
         "writes go on.",
     )  # fmt: skip
+    balance: Literal["none", "threshold", "greedy"] = _setting(
+        "balance", _one_of("none", "threshold", "greedy"), "none",
+        "The load policy by which the leading controller moves keys between shards by itself. `threshold`: "
+        "when a shard has had far more than its share for a while. `greedy`: whenever a move pays. `none`: "
+        "only when an operator says so (`kvcomm rebalance`).",
+    )  # fmt: skip
     replace_after_s: float = _setting(
         "replace_after", _seconds, "10m",
         "How long a shard may be dead before its part of the data is given new owners, copied from the "

@@ -288,7 +288,8 @@ class Comparing:
 
     def _merge(self, exchange: _Exchange, key: bytes, state: RecordState) -> None:
         try:
-            self._lines.change(key, _Merge(exchange, key, dvv.checked(state), self._keeps, self._merged))
+            merge = _Merge(exchange, key, dvv.checked(state), self._keeps, self._merged)
+            self._lines.change(key, merge, passing=True)
         except (Refused, Corrupt) as error:
             exchange.failed(error)
 

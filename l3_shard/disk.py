@@ -165,7 +165,13 @@ class BlockDisk:
         self._closed = False
         self._written_count = self._read_count = self._promoted_count = 0
         self._dropped_count = self._damaged_count = self._busy_count = 0
+        self._heard: Callable[[BlockKey, bytes], None] = _nobody
         self._submit(self._writer, files.scan, self._scanned)
+
+    def watch(self, heard: Callable[[BlockKey, bytes], None]) -> None:
+        """Call with the key and the tenant of each block that comes here not through the store above, before
+        it becomes visible."""
+        self._heard = heard
 
     # -- Depot
 
@@ -299,6 +305,7 @@ class BlockDisk:
             return
         some = list(islice(entries, ADOPTED_AT_ONCE))
         for entry in some:
+            self._heard(entry.key, entry.tenant)
             self._index.add(entry)
         victims = [] if some else self._index.shrink(ADOPTED_AT_ONCE)
         for victim in victims:
@@ -389,6 +396,8 @@ class BlockDisk:
             self._index.not_kept(write.entry.copy_bytes)
             self._remove(write.entry.key)
         else:
+            if write.lease is None:
+                self._heard(write.entry.key, write.entry.tenant)
             self._index.kept(write.entry)
         return not write.unwanted
 
@@ -531,6 +540,10 @@ async def _opened(directory: Path, fsync: bool) -> BlockFiles:
 
 def _nothing() -> None:
     """Of a thread that is to tell how far it has come."""
+
+
+def _nobody(_key: BlockKey, _tenant: bytes) -> None:
+    """Nobody wants to hear it."""
 
 
 def _unheard(_kept: bool) -> None:

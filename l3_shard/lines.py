@@ -90,6 +90,8 @@ class _Line(Generic[S]):
     readers: list[Reader[S]] = field(default_factory=list)
     waiting: deque[Change[S]] = field(default_factory=deque)
     writing: list[Change[S]] = field(default_factory=list)
+    passing: bool = False
+    """Only for those who pass over all records: it is not kept for others afterwards."""
     mending: Change[S] | None = None
     """The one of those that wait which may write over damaged bytes."""
 
@@ -183,23 +185,24 @@ class Lines(Generic[S]):
         local = self._recent.get(key) if line is None else line.local
         return None if local is None or local.damaged or local.failure else local.state
 
-    def read(self, key: bytes, reader: Reader[S]) -> None:
-        """Call ``reader`` with the durable state, at once if it is known."""
-        line = self._line(key)
+    def read(self, key: bytes, reader: Reader[S], *, passing: bool = False) -> None:
+        """Call ``reader`` with the durable state, at once if it is known.  ``passing``: the reader goes
+        through many records, and what it loads is not kept in memory for the next one."""
+        line = self._line(key, passing)
         if line.local is None:
             line.readers.append(reader)
         else:
             reader(line.local)
             self._forget(key, line)
 
-    def change(self, key: bytes, change: Change[S], *, mends: bool = False) -> None:
+    def change(self, key: bytes, change: Change[S], *, mends: bool = False, passing: bool = False) -> None:
         """Queue a change.  One that ``mends`` is applied to the empty state where the record is damaged, and
-        what it makes of it is whole.
+        what it makes of it is whole.  ``passing`` as for :meth:`read`.
 
         Raises:
             Refused: ``changes_max`` changes wait for this record already.
         """
-        line = self._line(key)
+        line = self._line(key, passing)
         if len(line.waiting) >= self._changes_max:
             raise Refused(f"busy: {len(line.waiting)} changes wait for one record; slow down")
         line.waiting.append(change)
@@ -386,19 +389,21 @@ class Lines(Generic[S]):
         line.writing, line.written = accepted, state
         return True
 
-    def _line(self, key: bytes) -> _Line[S]:
+    def _line(self, key: bytes, passing: bool = False) -> _Line[S]:
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = _Line(self._empty, self._recent.take(key))
+            line.passing = passing and line.local is None
             if line.local is None:
                 self._to_load.append(key)
+        line.passing &= passing
         return line
 
     def _forget(self, key: bytes, line: _Line[S]) -> None:
         if line.idle and line.local is not None and self._lines.get(key) is line:
             del self._lines[key]
             self._to_apply.pop(key, None)
-            if not line.local.damaged and not line.local.failure:
+            if not line.local.damaged and not line.local.failure and not line.passing:
                 self._recent.keep(key, line.local)
 
     def _ticket(self) -> Ticket:

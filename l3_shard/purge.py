@@ -244,13 +244,13 @@ class Purge:
     # -- what a chunk needs
 
     def read(self, key: bytes, reader: Callable[[Local[RecordState]], None]) -> None:
-        self._lines.read(key, reader)
+        self._lines.read(key, reader, passing=True)
 
     def raise_floor(self, states: Sequence[RecordState], told: Callable[[bool], None]) -> None:
         self._raise_floor(states, told)
 
     def change(self, key: bytes, drop: _Drop) -> None:
-        self._lines.change(key, drop, mends=True)
+        self._lines.change(key, drop, mends=True, passing=True)
 
     def may_go(self, key: bytes, state: RecordState) -> bool:
         """Whether a record that was found foreign still is, and the floor covers what it has become."""

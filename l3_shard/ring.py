@@ -60,6 +60,9 @@ CIRCLES_MAX = 8
 NO_RING = RingMap(0, 1, 1, 1, 1, [], [])
 """Where a shard starts before it has heard of a map: epoch 0, nobody owns anything."""
 
+Pair = tuple[tuple[str, ...], tuple[str, ...]]
+"""Owners before and after."""
+
 _SEED = 0x4B56
 _map_decoder = msgspec.msgpack.Decoder(RingMap)
 
@@ -277,15 +280,12 @@ class Ring:
         return [set(group) for group in together]
 
     @cached_property
-    def _stretches(self) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def _stretches(self) -> frozenset[Pair]:
         return self._pairs(self._map.replicas)
 
-    def _pairs(self, count: int) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def _pairs(self, count: int) -> frozenset[Pair]:
         """What becomes of whom: the owner lists before and after, of every stretch of the circle."""
-        if not self.moving:
-            return {(owners, owners) for owners in self._now.lists(count)}
-        bounds = {*self._now.bounds, *self._next.bounds}
-        return {(self._now.owners(at, count), self._next.owners(at, count)) for at in bounds}
+        return _pairs_of(self._now, self._next, count)
 
 
 def point_of(key: bytes) -> int:
@@ -294,7 +294,7 @@ def point_of(key: bytes) -> int:
 
 
 class _Placement:
-    """A circle and the ranges that are exceptions to it."""
+    """A circle and the ranges that are exceptions to it.  Two that place alike are equal."""
 
     def __init__(self, shards: Sequence[RingNode], ranges: Sequence[RingRange], listed_count: int) -> None:
         self.nodes = {shard.node: shard for shard in shards}
@@ -304,6 +304,16 @@ class _Placement:
         self._listed_count = min(len(self.nodes), listed_count)
         self._circle = _circle(places, self._listed_count)
         self._firsts = [each.first for each in ranges]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Placement) and self._alike == other._alike
+
+    def __hash__(self) -> int:
+        return hash(self._alike)
+
+    @property
+    def _alike(self) -> tuple[object, int]:
+        return self.places, self._listed_count
 
     def owners(self, point: int, count: int) -> tuple[str, ...]:
         """Of the keys that lie there."""
@@ -349,6 +359,15 @@ class _Placement:
             return {owners[:count] for owners in self._circle.owners}
         return {self.owners(point, count) for point in self.bounds}
 
+    def beside(self, other: _Placement, count: int) -> Iterator[Pair]:
+        """The owners by both, of every stretch."""
+        if self.ranges or other.ranges or count > min(self._listed_count, other._listed_count):
+            for at in {*self.bounds, *other.bounds}:
+                yield self.owners(at, count), other.owners(at, count)
+            return
+        for ours, theirs in self._circle.beside(other._circle):
+            yield ours[:count], theirs[:count]
+
 
 class _Circle:
     """Where the shards are; ``places``: (node, weight, rack) of each."""
@@ -362,6 +381,17 @@ class _Circle:
         """The shard of each point."""
         self.owners = [tuple(self.first(at, listed_count)) for at in range(len(points))]
         """The first ``listed_count`` of each point."""
+
+    def beside(self, other: _Circle) -> Iterator[Pair]:
+        """The owners by both, of every stretch: along both circles at once, for they have many points."""
+        ours, theirs, here, there = self.points, other.points, 0, 0
+        for at in sorted({*ours, *theirs}):
+            yield self.owners[here % len(ours)], other.owners[there % len(theirs)]
+            while here < len(ours) and ours[here] == at:
+                here += 1
+            while there < len(theirs) and theirs[there] == at:
+                there += 1
+        yield self.owners[0], other.owners[0]
 
     def first(self, at: int, count: int) -> list[str]:
         """Walk from point ``at``; shards of racks seen already wait until no new rack is left."""
@@ -389,6 +419,13 @@ class _Circle:
             if node not in seen:
                 seen.add(node)
                 yield node
+
+
+@lru_cache(maxsize=CIRCLES_MAX)
+def _pairs_of(now: _Placement, then: _Placement, count: int) -> frozenset[Pair]:
+    if now == then:
+        return frozenset((owners, owners) for owners in now.lists(count))
+    return frozenset(now.beside(then, count))
 
 
 @lru_cache(maxsize=CIRCLES_MAX)

@@ -716,7 +716,7 @@ class Shard:
         fetch = _Fetch(request, [None] * len(message.keys), len(message.keys), not vouches)
         request.expire = partial(self._desk.close, request, Unavailable("the replica was too slow"))
         for index, key in enumerate(message.keys):
-            self._lines.read(key, partial(self._fetched, fetch, index))
+            self._lines.read(key, partial(self._fetched, fetch, index), passing=message.compares)
 
     def _fetched(self, fetch: _Fetch, index: int, local: Local[RecordState]) -> None:
         """``degraded`` tells the coordinator that a state is missing here, not absent."""

@@ -50,6 +50,8 @@ class Verdict:
     world: str
     """As JSON; empty where nothing was broken."""
     workload: WorkloadName = "mixed"
+    move_count: int = 0
+    """Times that controllers moved records."""
     heals: Sequence[Heal] = ()
     """What each split and its end came to; of the workload ``splits``."""
 
@@ -73,6 +75,9 @@ class Summary:
     simulated_s: float = 0.0
     cpu_s: float = 0.0
     undecided_count: int = 0
+    move_count: int = 0
+    moved_count: int = 0
+    """Of the worlds: those in which records were moved."""
     failed: list[int] = field(default_factory=list)
     heals: list[Heal] = field(default_factory=list)
 
@@ -84,6 +89,8 @@ class Summary:
         self.simulated_s += verdict.simulated_s
         self.cpu_s += verdict.cpu_s
         self.undecided_count += verdict.undecided_count
+        self.move_count += verdict.move_count
+        self.moved_count += verdict.move_count > 0
         self.heals += verdict.heals
         if verdict.violations:
             self.failed.append(verdict.seed)
@@ -91,12 +98,13 @@ class Summary:
     def text(self) -> str:
         """One line, and a table if there were splits.  ``n`` clean seeds bound the rate of failures a seed by
         3/n with 95 % confidence."""
+        moves = f", {self.move_count} moves in {self.moved_count} worlds" if self.move_count else ""
         undecided = f", {self.undecided_count} registers undecided" if self.undecided_count else ""
         return (
             f"{self.seed_count} seeds, {self.operation_count} operations "
             f"({self.done_count} done, {self.strong_count} of them strong), "
             f"{self.simulated_s / 3600:.2f} simulated hours in {self.cpu_s / 3600:.3f} CPU hours "
-            f"({self.simulated_s / max(self.cpu_s, 1e-9):.0f} to 1){undecided}: "
+            f"({self.simulated_s / max(self.cpu_s, 1e-9):.0f} to 1){moves}{undecided}: "
             f"{len(self.failed)} broke a promise {self.failed or ''}".rstrip()
             + f"\n{distribution(self.heals)}".rstrip()
         )
@@ -157,5 +165,6 @@ def try_seed(mode: Mode, seed: int, workload: WorkloadName = "mixed") -> Verdict
         time.process_time() - begin,
         json.dumps(result.plan.describe(), sort_keys=True) if result.violations else "",
         workload,
+        result.move_count,
         () if splits is None else splits.heals,
     )

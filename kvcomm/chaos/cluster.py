@@ -52,6 +52,7 @@ from kvcomm.wire.messages import (
     RecordState,
     RingMap,
     RingNode,
+    RingTransition,
     StrongState,
 )
 
@@ -99,7 +100,11 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
     from l3_shard.strong import StrongIdentity
 
     plan = birth.plan
-    interval_s = plan.repair_interval_s
+    interval_s, age_s = plan.repair_interval_s, plan.burial_age_s
+    shipped = RepairOptions()
+    hint_age_s, tombstone_age_s = (
+        (shipped.hint_age_s, shipped.tombstone_age_s) if age_s is None else (age_s / 2, age_s)
+    )
     return (shard or Shard)(
         birth.node,
         birth.replica,
@@ -113,7 +118,12 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
         repair=(
             None
             if interval_s is None
-            else RepairOptions(interval_s=interval_s, scrub=ScrubOptions(interval_s=2.0 * interval_s))
+            else RepairOptions(
+                interval_s=interval_s,
+                scrub=ScrubOptions(interval_s=2.0 * interval_s),
+                hint_age_s=hint_age_s,
+                tombstone_age_s=tombstone_age_s,
+            )
         ),
         notes=birth.notes,
         strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
@@ -383,6 +393,27 @@ class Cluster:
         if ring_map.epoch > self.map.epoch:
             self.map = ring_map
 
+    def check_ready(self, name: str) -> None:
+        """A shard says that it has all that it gains by the transition under way: it has everything that was
+        acknowledged before, if it was not lost since."""
+        from l3_shard.place import place_of
+        from l3_shard.shard import TENANT_BYTES
+
+        shard = self.shard(name)
+        if shard is None or not shard.machine.ring.moving or self.plan.burial_age_s is not None:
+            return
+        ring = shard.machine.ring
+        first = _first_alike(self.maps, ring.to_map())
+        for key, dots in sorted(self.watch.acknowledged.items()):
+            if not place_of(ring, name, ring.write_groups(key[TENANT_BYTES:])).gained:
+                continue
+            held = self.disks[name].held(key)
+            for replica, counter, epoch in dots:
+                if epoch < first and not any(state.context.get(replica, 0) >= counter for state in held):
+                    self.watch.report(
+                        "ready", f"{name} is ready for {ring.epoch} without ({replica}, {counter}) of {key!r}"
+                    )
+
     def _places(self, node: str, key: bytes, epoch: int) -> list[Place]:
         from l3_shard.ring import Ring
         from l3_shard.shard import TENANT_BYTES
@@ -516,6 +547,23 @@ class Cluster:
         return first_replica(f"replica{self._replica_count:03}")
 
 
+def _first_alike(maps: Mapping[int, RingMap], ring_map: RingMap) -> int:
+    """The first epoch of the transition that ``ring_map`` is in."""
+    first, target = ring_map.epoch, ring_map.transition
+    for epoch in sorted(maps, reverse=True):
+        moving = maps[epoch].transition
+        if epoch > first:
+            continue
+        if moving is None or target is None or _target(moving) != _target(target):
+            break
+        first = epoch
+    return first
+
+
+def _target(moving: RingTransition) -> object:
+    return sorted(shard.node for shard in moving.shards), moving.ranges
+
+
 @dataclass(frozen=True, slots=True)
 class _Open:
     """A request that is being worked on."""
@@ -617,11 +665,6 @@ class ShardProcess:
         if self._heart is not None:
             self._heart.changed()
 
-    def silent(self) -> list[str]:
-        """Other shards that do not answer it at present."""
-        me, network = self.host.name, self.cluster.network
-        return [name for name in self.machine.ring.names if name != me and not network.answers(me, name)]
-
     def check_answers(self) -> None:
         """Whoever asked and is still there has been answered, or has not waited long."""
         for request in self._requests.values():
@@ -667,7 +710,8 @@ class ShardProcess:
         if known is None:
             return  # its connection has ended
         self._check_age(known)
-        self.cluster.watch.answered(self.host.name, origin.tenant, known.message, known.epoch, message)
+        epochs = (known.epoch, self.machine.ring.epoch)
+        self.cluster.watch.answered(self.host.name, origin.tenant, known.message, epochs, message)
         known.reply(message)
         self._perhaps_die()
 

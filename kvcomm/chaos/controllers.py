@@ -238,7 +238,10 @@ class Controllers:
 
         def feel() -> Pulse:
             ring = machine.taken.to_map() if machine.taken.epoch else None
-            return Pulse(machine.taken.epoch, ring, machine.move_status(), process.silent())
+            move = machine.move_status()
+            if move.ready_epoch and move.ready_epoch >= machine.ring.epoch:
+                self.cluster.check_ready(process.host.name)
+            return Pulse(machine.taken.epoch, ring, move, machine.watch_view().silent)
 
         def heard(answer: HeartbeatAnswer) -> None:
             from l3_shard.shard import RingChanged

@@ -143,9 +143,10 @@ class _Judge:
         yield from self._deadlines()
         for key, record in sorted(self._records.items()):
             yield from self._judge_record(key, record)
-        if self._ending.intact:
-            yield from self._sessions()
-        if self._ending.intact and self._plan.read_quorum + self._plan.write_quorum > self._plan.copies:
+        if not self._ending.intact or self._plan.burial_age_s is not None:
+            return  # with a tombstone goes what it had seen
+        yield from self._sessions()
+        if self._plan.read_quorum + self._plan.write_quorum > self._plan.copies:
             yield from self._quorums()
 
     # -- what was seen when
@@ -265,7 +266,8 @@ class _Judge:
             there, what = value is not None and value in values, attempt.describe()
             if outcome == "refused" and there:
                 yield Violation("refused", f"{what} was refused and is there")
-            if dot is not None and seen.get(dot[0], 0) < dot[1]:
+            buried = self._plan.burial_age_s is not None and (value is None or number in replaceable)
+            if dot is not None and seen.get(dot[0], 0) < dot[1] and not buried:
                 yield Violation("lost", f"{what}: no replica has seen it")
             if value is not None and outcome == "ok" and not there and number not in replaceable:
                 yield Violation("lost", f"{what} is gone, and nobody who had seen it wrote")

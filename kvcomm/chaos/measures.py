@@ -61,7 +61,8 @@ MEASURES: dict[str, str] = {
     "leader_changes": "times that the controllers' leader was another one than before",
     "leader_back_s": "from the first fault until some controller names a leader of a later term, or the same "
     "again",
-    "orders_open": "orders that were taken and not carried out by the end of the story",
+    "orders_open": "orders that were neither carried out nor taken back by the end of the story",
+    "orders_undone": "orders that were taken back, or failed",
     "orders_refused": "orders that were refused",
 }
 
@@ -367,7 +368,13 @@ def _leader_back_s(judged: _Judged) -> float | None:
 
 def _orders_open(judged: _Judged) -> float | None:
     observed = judged.observed
-    return float(observed.orders_taken - observed.orders_done) if observed.orders_taken else None
+    ended = observed.orders_done + observed.orders_undone
+    return float(observed.orders_taken - ended) if observed.orders_taken else None
+
+
+def _orders_undone(judged: _Judged) -> float | None:
+    observed = judged.observed
+    return float(observed.orders_undone) if observed.orders_taken else None
 
 
 def _orders_refused(judged: _Judged) -> float | None:
@@ -394,5 +401,6 @@ _LOOKS: dict[str, Callable[[_Judged], float | None]] = {
     "leader_changes": _leader_changes,
     "leader_back_s": _leader_back_s,
     "orders_open": _orders_open,
+    "orders_undone": _orders_undone,
     "orders_refused": _orders_refused,
 }

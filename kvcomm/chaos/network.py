@@ -181,12 +181,6 @@ class Network:
     def doubles(self) -> bool:
         return self._draw.chance(self.weather.double)
 
-    def answers(self, source: str, target: str) -> bool:
-        """Whether a ping would come back."""
-        host = self.world.hosts.get(target)
-        cut = self.is_cut(source, target) or self.is_cut(target, source)
-        return host is not None and host.running and not host.paused and not cut
-
     def is_cut(self, source: str, target: str) -> bool:
         return (source, target) in self.cuts
 

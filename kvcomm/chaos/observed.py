@@ -116,6 +116,8 @@ class Observed:
     """Of eventual records: replicas, write quorum, read quorum."""
     orders_taken: int = 0
     orders_done: int = 0
+    orders_undone: int = 0
+    """That ended otherwise: taken back, or failed."""
     orders_refused: int = 0
     orders_open: Sequence[str] = ()
     """What those were doing that were not carried out."""

@@ -87,6 +87,8 @@ class Plan:
     order_every_s: float = 4.0
     replace_after_s: float = 600.0
     """Controllers go on without a shard that has been dead for so long."""
+    burial_age_s: float | None = None
+    """What is left of a deleted eventual record is removed after so long; ``None`` = not within a run."""
     wall_interval_s: float = 5.0
     """How often a shard looks at its wall clock."""
 

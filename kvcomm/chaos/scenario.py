@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -24,6 +24,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Part = Literal["all", "shard", "controller"]
 """Which processes of a host."""
+
+
+OperationStep = Literal["planned", "copying", "verifying", "serving", "purging"]
+"""Of an operator's order, in this order; see ``kvcomm.wire.messages.OperationView``."""
+OPERATION_STEPS: tuple[OperationStep, ...] = get_args(OperationStep)
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", kw_only=True):
@@ -62,6 +67,8 @@ class Kill(Step, frozen=True, tag="kill"):
 
     node: str
     part: Part = "all"
+    when: OperationStep | None = None
+    """As soon as what was ordered is at this step, or behind it."""
 
 
 class Restart(Step, frozen=True, tag="restart"):

@@ -12,6 +12,7 @@ from typing import Final
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.scenario import (
     LEADER,
+    OPERATION_STEPS,
     AnyStep,
     Cut,
     Heal,
@@ -19,6 +20,8 @@ from kvcomm.chaos.scenario import (
     Load,
     Loss,
     Move,
+    OperationStep,
+    Part,
     Pause,
     Promise,
     Restart,
@@ -73,6 +76,7 @@ def _healed(*more: Promise) -> list[Promise]:
     return [*after, *_most(strong_wrong_side=0, epochs_doubled=0, terms_doubled=0), *more]
 
 
+CARRIED_OUT = (*_most(orders_open=0, orders_undone=0),)
 UNTOUCHED = (*_most(equal_s=10.0, epochs_doubled=0, terms_doubled=0),)
 
 
@@ -365,6 +369,40 @@ def _move(hold_s: float, seed: int) -> Scenario:
     )
 
 
+def move_kills(
+    steps: Sequence[OperationStep] = OPERATION_STEPS,
+    victims: Sequence[str] = ("source", "target", "leader"),
+    back_s: float = 0.5,
+) -> Scenario:
+    """A part of the circle goes to and fro, and each time one of those that take part is killed at a step."""
+    done: list[AnyStep] = []
+    source, target = "n2", "n4"
+    at_s = WARM_S
+    done.append(Move(at_s=at_s, first_share=0.2, last_share=0.5, node=source))
+    for step in steps:
+        for victim in victims:
+            part: Part = "controller" if victim == "leader" else "shard"
+            node = {"source": source, "target": target, "leader": LEADER}[victim]
+            at_s += 1.0
+            done += [
+                Move(at_s=at_s, first_share=0.2, last_share=0.5, node=target),
+                Kill(at_s=at_s, node=node, part=part, when=step),
+                Restart(at_s=at_s + back_s, node=node, part=part),
+            ]
+            source, target = target, source
+    return Scenario(
+        "move-kills",
+        "A part of the circle is moved to and fro under load, and each time the shard that gives, the one "
+        "that takes or the controllers' leader is killed, at every step of the move: it goes on or is taken "
+        "back, and no acknowledged write is lost.",
+        done,
+        [*UNTOUCHED, *_most(orders_open=0)],
+        faults=[34],
+        settle_s=8.0,
+        equal_within_s=40.0,
+    )
+
+
 def _two_orders(hold_s: float, seed: int) -> Scenario:
     return Scenario(
         "two-orders",
@@ -374,7 +412,7 @@ def _two_orders(hold_s: float, seed: int) -> Scenario:
             Move(at_s=WARM_S, first_share=0.2, last_share=0.4, node="n2"),
             Move(at_s=WARM_S + 0.1, first_share=0.6, last_share=0.8, node="n3", waits=False),
         ],
-        [*UNTOUCHED, *_most(orders_open=0, orders_refused=1, key_stop_s=1.0)],
+        [*UNTOUCHED, *CARRIED_OUT, *_most(orders_refused=1, key_stop_s=1.0)],
         faults=[35],
         settle_s=max(8.0, hold_s),
     )
@@ -386,7 +424,10 @@ def _old_map(hold_s: float, seed: int) -> Scenario:
         "Clients work by the map that they had when they began, and the ring changes beneath them: each "
         "learns the new one from a refusal, and no call fails.",
         [Move(at_s=WARM_S, first_share=0.0, last_share=0.5, node="n4")],
-        [*UNTOUCHED, *_most(orders_open=0, eventual_failed=0, strong_failed=0, key_stop_s=1.0)],
+        [
+            *UNTOUCHED,
+            *_most(orders_open=0, orders_undone=0, eventual_failed=0, strong_failed=0, key_stop_s=1.0),
+        ],
         faults=[36],
         settle_s=max(8.0, hold_s),
     )
@@ -399,7 +440,7 @@ def _scale(hold_s: float, seed: int) -> Scenario:
         "doubled, no byte is wrong, no record stops for more than a second, and the 99th percentile at "
         "most triples.",
         [Scale(at_s=WARM_S, shards=6), Scale(at_s=WARM_S + hold_s, shards=4)],
-        [*UNTOUCHED, *_most(orders_open=0, key_stop_s=1.0, p99_ratio=3.0)],
+        [*UNTOUCHED, *CARRIED_OUT, *_most(key_stop_s=1.0, p99_ratio=3.0)],
         faults=[34],
         nodes=6,
         shards=3,
@@ -428,6 +469,7 @@ SCENARIOS: Final[dict[str, Entry]] = {
     "ray-head": Entry(_ray_head, 0.0),
     "lose-controllers": Entry(_lose_controllers, 10.0),
     "move": Entry(_move, 2.0),
+    "move-kills": Entry(lambda hold_s, seed: move_kills(back_s=hold_s), 0.5),
     "two-orders": Entry(_two_orders, 10.0),
     "old-map": Entry(_old_map, 10.0),
     "scale-3-6-4": Entry(_scale, 20.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvcomm.chaos.cluster import CLIENT_TENANT, Cluster, Parts
@@ -42,6 +43,8 @@ class Result:
     event_count: int
     frame_count: int
     simulated_s: float
+    move_count: int
+    """Times that records were on their way to another placement."""
 
 
 def simulate(
@@ -81,7 +84,13 @@ def simulate(
         cluster.world.event_count,
         cluster.network.frame_count,
         cluster.world.now,
+        _move_count(cluster),
     )
+
+
+def _move_count(cluster: Cluster) -> int:
+    moving = [cluster.maps[epoch].transition is not None for epoch in sorted(cluster.maps)]
+    return sum(now and not before for before, now in pairwise([False, *moving]))
 
 
 def _play(cluster: Cluster, workload: Workload, script: Callable[[Nemesis], None] | None) -> list[Violation]:

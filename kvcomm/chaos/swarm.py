@@ -34,7 +34,7 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
-CONTROLLED = 0.6
+CONTROLLED = 0.68
 """Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
@@ -114,6 +114,7 @@ def _with_controllers(plan: Plan, draw: Draw) -> Plan:
         order_every_s=draw.choice((0.8, 1.5, 3.0)),
         replace_after_s=draw.choice((8.0, 600.0)),
         repair_interval_s=3.0,
+        burial_age_s=draw.choice((None, None, 1.0)),
         faults=(
             *plan.faults,
             *draw.some(CONTROLLER_FAULTS, draw.between(0, 5) if plan.faults else 0),

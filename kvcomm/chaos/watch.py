@@ -83,6 +83,8 @@ class Watch:
         places: Callable[[str, bytes, int], Sequence[Place]] | None = None,
     ) -> None:
         self.violations: list[Violation] = []
+        self.acknowledged: dict[bytes, list[tuple[str, int, int]]] = {}
+        """Writes by record: replica, counter, and the epoch by which the coordinator worked."""
         self._disks, self._strong_disks = disks, strong_disks
         self._need, self._majority, self._floor, self._now = need, majority, floor, now
         self._places = places
@@ -90,10 +92,13 @@ class Watch:
         self._written: dict[tuple[bytes, str, int], tuple[int, bytes | None]] = {}
         self._dots: dict[tuple[bytes, bytes], tuple[str, int]] = {}
 
-    def answered(self, node: str, tenant: bytes, request: Message, epoch: int, answer: Message) -> None:
-        """``node`` answers a request that came when it was at ``epoch``."""
+    def answered(
+        self, node: str, tenant: bytes, request: Message, epochs: tuple[int, int], answer: Message
+    ) -> None:
+        """``node`` answers a request; ``epochs``: by which ring it worked when it came, and does now."""
         if isinstance(answer, Failure):
             return
+        epoch, present = epochs
         asked = getattr(request, "epoch", epoch)
         if isinstance(request, _FENCED) and 0 <= asked < epoch:
             self.report("epochs", f"{node} at epoch {epoch} served {type(request).__name__} of epoch {asked}")
@@ -112,6 +117,8 @@ class Watch:
             for write, version in zip(request.writes, versions, strict=True):
                 if version is not None:
                     self._check_held(node, tenant + write.key, version.replica, version.counter, epoch)
+                    dot = (version.replica, version.counter, present)
+                    self.acknowledged.setdefault(tenant + write.key, []).append(dot)
         if isinstance(request, RecordReplicate) and isinstance(answer, Done):
             for key, state in zip(request.keys, request.states, strict=True):
                 self._check_merged(node, key, state)

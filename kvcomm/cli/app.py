@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from kvcomm.cli import affinity, bench, chaos, data, demo, doctor, orders, roles, status, streams, top, up
+from kvcomm.cli import (
+    affinity,
+    bench,
+    chaos,
+    data,
+    demo,
+    doctor,
+    hot,
+    orders,
+    roles,
+    status,
+    streams,
+    top,
+    up,
+)
 
 app = typer.Typer(
     name="kvcomm",
@@ -16,6 +30,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("status")(status.status)
+app.command("hot")(hot.hot)
 app.command("top")(top.top)
 app.command("scale")(orders.scale)
 app.command("drain")(orders.drain)

@@ -175,6 +175,8 @@ async def _shard(process: NodeProcess, lifeline: bool) -> None:
     async with _shard_stores(process) as (store, disk):
         presence = Presence(store, disk)
         store.watch(presence.heard)
+        if disk is not None:
+            disk.watch(presence.heard)
 
         def ready(running: RunningShard) -> None:
             def refresh() -> None:
@@ -288,7 +290,13 @@ def _machine(process: NodeProcess) -> Controller:
     cluster = process.settings.cluster
     rules = RingRules(cluster.replicas, cluster.write_quorum, cluster.read_quorum, cluster.block_copies)
     initial = [each for each in plan_of(process.settings) if each.role != "controller"]
-    options = ControllerOptions(heartbeat_s=cluster.heartbeat_s, replace_after_s=cluster.replace_after_s)
+    options = ControllerOptions(
+        heartbeat_s=cluster.heartbeat_s,
+        lease_s=max(cluster.lease_s, 3 * cluster.heartbeat_s),
+        replace_after_s=cluster.replace_after_s,
+        move_rate_bytes_s=cluster.move_rate_bytes,
+        policy="" if cluster.balance == "none" else cluster.balance,
+    )
     return Controller(process.node, rules, initial, options)
 
 

@@ -779,15 +779,41 @@ class WarmOrder(Message, frozen=True):
     """A second, at most."""
 
 
+class HotGet(Message, frozen=True):
+    """Operator to the leading controller: what is hot?  Answered by :class:`HotView`."""
+
+
+class HotKey(msgspec.Struct, frozen=True, array_like=True):
+    """One key that is hot."""
+
+    key: bytes
+    """Of a block, or tenant digest and name of a record."""
+    rate_s: float
+    """Reads a second, of all clients."""
+    for_s: float
+    """Since it became hot."""
+
+
+class HotView(Message, frozen=True):
+    controller: str
+    """Who answers; what one knows that does not lead is old."""
+    blocks: Many[HotKey]
+    """Hottest first."""
+    records: Many[HotKey]
+
+
 # -- where agents should live
 # ------------------------------------------------------------------------------------------------------------
+
+
+RACKS_MAX = 4_096
 
 
 class AffinityGet(Message, frozen=True):
     """Which agents should live in which rack?  Answered :class:`AffinityView` by any controller, which may
     take seconds."""
 
-    rooms: dict[str, int]
+    rooms: Annotated[dict[str, int], msgspec.Meta(max_length=ITEMS_MAX)]
     """Agents that a rack takes; others take an equal share."""
     horizon_s: float
     move_bytes: float
@@ -1076,6 +1102,6 @@ MESSAGES: tuple[type[Message], ...] = (
     BlockFilterGet, BlockFilter, AffinityGet, AffinityView,
     ChannelAsk, ChannelOffers, ChannelOpen, ChannelOpened,
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
-    HotReport, HotRecords, WarmOrder,
+    HotReport, HotRecords, WarmOrder, HotGet, HotView,
     ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
 )  # fmt: skip

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
+
+import pytest
 
 from controller.hotkeys import HotKeys, HotOptions
 from controller.hotshell import ORDER_S, HotShell
 from kvcomm.steps import Ask
-from kvcomm.wire.messages import HotRecords, HotReport, KeyHeat, RingMap, RingNode
+from kvcomm.wire.messages import (
+    HotRecords,
+    HotReport,
+    HotView,
+    KeyHeat,
+    RingMap,
+    RingNode,
+)
 
 RING = RingMap(
     1, 2, 2, 1, 1, [RingNode(name, "", "", "", "rack-a", 1) for name in ("shard-0", "shard-1")], []
@@ -31,7 +41,9 @@ class Peers:
 
 def shell(peers: Any, *, ring: RingMap | None = RING, leads: bool = True) -> HotShell:
     hot = HotKeys(HotOptions(sketch_bytes=16 << 10, names_max=64))
-    made = HotShell(hot, peers, ring=lambda: ring, leads=lambda: leads, resolve=WHERE.__getitem__)
+    made = HotShell(
+        "controller-0", hot, peers, ring=lambda: ring, leads=lambda: leads, resolve=WHERE.__getitem__
+    )
     made.heard(HotReport(2.0, [], [KeyHeat(b"k", 10_000.0)]))
     return made
 
@@ -49,3 +61,14 @@ def test_nobody_is_told_by_one_that_does_not_lead_or_knows_no_map():
     shell(peers, leads=False).order()
     shell(peers, ring=None).order()
     assert peers.started == []
+
+
+def test_an_operator_is_told_what_is_hot_how_much_and_for_how_long():
+    peers = Peers()
+    made = shell(peers)
+    assert made.view() == HotView("controller-0", [], [])
+    made.order()
+    peers.now += 10.0
+    [hot] = made.view().records
+    assert (hot.key, hot.for_s) == (b"k", 10.0)
+    assert hot.rate_s == pytest.approx(10_000 / 2 * log(2) / 10)

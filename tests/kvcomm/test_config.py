@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.policies.table import NAMES as POLICIES
 from kvcomm.config import Config, parse_config, reference, settings
 from kvcomm.errors import ConfigError
 from kvcomm.validators import Rule
@@ -140,6 +141,7 @@ def test_sizes_equal_the_arithmetic(number: int, unit: str) -> None:
         ("cluster.controller_addresses", ["tcp://h:1", "tcp://h:1"], "without repetition"),
         ("cluster.controller_addresses", ["tcp://h:1", "tcp://i:1"], "names 2, but cluster.controllers is 1"),
         ("cluster.lease", "10ms", "lasts 0.5 to 600 s"),
+        ("cluster.balance", "fair", f"expected one of none, {', '.join(POLICIES)}"),
         ("cache.l2_pin_budget", RAM, "but cache.l2_size is"),
         ("storage.fsync", False, "expected one of always, interval, never"),
         ("storage.directory", 3, "expected text"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcomm.block import BlockKey
+from kvcomm.blockstore import Depot
 from kvcomm.rpc import KEY_VECTOR
+from kvcomm.tier import BlockCopy
 from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
@@ -25,10 +29,12 @@ from kvcomm.wire.messages import (
 )
 from l3_shard import refilling
 from l3_shard.blockmove import BlockMove, Getting, together
+from l3_shard.disk import BlockDisk
+from l3_shard.diskfiles import BlockFiles
 from l3_shard.ring import Ring
 from tests.blockstores import DictDepot, DictStore
 from tests.l3_shard.test_server import Cluster, make_copies
-from tests.peers import IDENTITY, Dialogue, until
+from tests.peers import CREDENTIALS, IDENTITY, Dialogue, until
 
 
 def nodes(names: str) -> list[RingNode]:
@@ -115,8 +121,9 @@ class Moving(Cluster):
 
     def held(self, node: str) -> set[BlockKey]:
         def look() -> set[BlockKey]:
-            depot = self.disks.get(node)
-            return {*self.stores[node].copies, *(depot.held if isinstance(depot, DictDepot) else ())}
+            depot: Depot | None = self.disks.get(node)
+            below = () if depot is None else depot.listing(b"", 10_000)
+            return {*self.stores[node].copies, *(BlockKey(item.key) for item in below)}
 
         return self.on_loop(look)
 
@@ -231,25 +238,43 @@ def test_a_shard_that_died_while_it_dropped_goes_on_when_it_is_back(
 
 
 @pytest.mark.slow
-def test_what_only_the_disk_of_a_leaving_shard_has_moves_too(moving: Moving) -> None:
+@pytest.mark.parametrize("real", [False, True])
+def test_what_only_the_disk_of_a_leaving_shard_has_moves_too(
+    moving: Moving, tmp_path: Path, real: bool
+) -> None:
     """More than the memory of those who stay has room for."""
     copies = make_copies(40)
     keys = [copy.key for copy in copies]
-    size = copies[0].copy_bytes
     for name in "abcd":
         moving.stop(name)
-        moving.stores[name] = DictStore(capacity_bytes=4 * size)
-        moving.disks[name] = DictDepot(copies[0].header.tenant)
+        moving.stores[name] = DictStore(capacity_bytes=4 * copies[0].copy_bytes)
+        mine = [copy for copy in copies if Ring.from_map(moving.map).block_owners(copy.key) == (name,)]
+        moving.disks[name] = depot_with(mine, moving, name, tmp_path if real else None)
         moving.start(name)
-    for copy in copies:
-        (owner,) = Ring.from_map(moving.map).block_owners(copy.key)
-        moving.disks[owner].held[copy.key] = copy.header.pack() + bytes(copy.payload)
     moving.issue()
     assert moving.missing(keys) == 0
     carry_out(moving, "bcd", keys)
-    assert any(len(moving.disks[name].held) > 4 for name in "bcd")
+    assert moving.on_loop(lambda: max(moving.disks[name].usage().block_count for name in "bcd")) > 4
     full = [moving.running[name].refill_counts().blocks["full"] for name in "bcd"]
     assert full == [0, 0, 0]
+    if real:
+        for name in "abcd":
+            moving.stop(name)
+            moving._call(moving.disks[name].close())
+        left = [path for path in tmp_path.rglob("*") if path.is_file() and len(path.name) == 64]
+        assert not [path for path in left if path.is_relative_to(tmp_path / "a")], "also the files are gone"
+
+
+def depot_with(copies: list[BlockCopy], moving: Moving, name: str, directory: Path | None) -> Depot:
+    """A disk tier that has these from an earlier life; real files in ``directory``."""
+    content = {copy.key: copy.header.pack() + bytes(copy.payload) for copy in copies}
+    if directory is None:
+        return DictDepot(CREDENTIALS.tenant_digest("acme"), content)
+    files = BlockFiles(directory / name)
+    for key, copy in content.items():
+        files.write(key, memoryview(copy))
+    made: Depot = moving.on_loop(lambda: BlockDisk(files, 64 << 20, moving.stores[name], time.monotonic))
+    return made
 
 
 def test_a_move_does_not_wait_for_blocks_that_nobody_has_room_for(moving: Moving) -> None:

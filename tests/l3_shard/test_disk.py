@@ -55,9 +55,12 @@ class ScriptedFiles:
 
     def read(self, key: BlockKey, copy_bytes: int) -> memoryview:
         self._wait()
-        if self.held[key] != COPIES[key]:
+        held = self.held.get(key)
+        if held is None:
+            raise FileNotFoundError("scripted")
+        if held != COPIES[key]:
             raise Corrupt("scripted")
-        return memoryview(bytearray(self.held[key]))
+        return memoryview(bytearray(held))
 
     def remove(self, key: BlockKey) -> None:
         self.held.pop(key, None)
@@ -189,9 +192,12 @@ def test_a_damaged_file_is_a_miss_and_gone(tmp_path: Path) -> None:
 def test_a_copy_that_memory_has_no_room_for_is_kept_if_nothing_has_to_go(tmp_path: Path) -> None:
     async def work(tier: BlockDisk, store: DictStore) -> None:
         outcomes: list[bool] = []
+        heard: list[tuple[BlockKey, bool]] = []
+        tier.watch(lambda key, tenant: heard.append((key, tier.present([key], tenant)[0])))
         for key in KEYS[:4]:
             tier.keep(key, memoryview(COPIES[key]), outcomes.append)
         await eventually(lambda: len(outcomes) == 4)
+        assert heard == [(key, False) for key in KEYS[:3]], "before anybody could see them"
         assert outcomes == [True, True, True, False] and on_disk(tmp_path) == 3
         tier.keep(KEYS[0], memoryview(COPIES[KEYS[0]]), outcomes.append)
         assert outcomes[4:] == [True], "it is there"

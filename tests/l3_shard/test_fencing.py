@@ -15,6 +15,7 @@ from kvcomm.machine import Reply
 from kvcomm.wire.messages import (
     FENCE_MAX,
     MESSAGES,
+    BlockFilterGet,
     BlockGet,
     BlockHoldings,
     BlockLookup,
@@ -273,8 +274,9 @@ STALE_BLOCKS: list[Message] = [
     BlockGet(OLD, [bytes(32)]),
     BlockPut(OLD, [Want(bytes(32), 1_000)]),
     BlockHoldings(OLD, "b", b"", 1),
+    BlockFilterGet(OLD),
 ]
-NOT_REQUESTS = {"Welcome", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer"}
+NOT_REQUESTS = {"Welcome", "BlockFilter", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer"}
 """They tell an epoch and do nothing by it."""
 
 

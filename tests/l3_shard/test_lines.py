@@ -268,3 +268,21 @@ def test_what_was_written_over_damage_and_is_damaged_again_is_news_again():
     assert look() == [b"k"] and look() == []
     driver.lines.mend(b"k")
     assert look() == [b"k"]
+
+
+def test_who_passes_over_all_records_leaves_none_in_memory_but_those_that_others_use_too():
+    lines = Lines(100, count(1), 1 << 20, empty=dvv.EMPTY, value_bytes=dvv.value_bytes)
+    driver = Driver(lines, {key: state_of(key) for key in (b"a", b"b", b"c", b"d")})
+    lines.read(b"a", lambda local: None)
+    driver.flush()
+    driver.finish()
+    seen: list[Local] = []
+    lines.read(b"a", seen.append, passing=True)
+    lines.read(b"b", seen.append, passing=True)
+    lines.read(b"c", seen.append, passing=True)
+    lines.read(b"c", seen.append)
+    lines.change(b"d", Append(1), passing=True)
+    driver.flush()
+    driver.finish()
+    assert len(seen) == 4 and value(driver.disk[b"d"]).endswith(b"\x01")
+    assert [lines.known(key) is None for key in (b"a", b"b", b"c", b"d")] == [False, True, False, True]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvcomm.chaos.draw import Draw
-from kvcomm.chaos.plan import FAULTS
+from kvcomm.chaos.plan import CONTROLLER_FAULTS, FAULTS, ORDERS
 from kvcomm.chaos.simulation import simulate
 from kvcomm.chaos.swarm import draw_plan
 
@@ -69,7 +69,9 @@ def test_draws_stay_in_their_ranges() -> None:
 
 def test_the_swarm_draws_every_fault_and_every_size() -> None:
     plans = [draw_plan(seed) for seed in range(300)]
-    assert {fault for plan in plans for fault in plan.faults} == set(FAULTS)
-    assert {plan.shards for plan in plans} == {1, 2, 3, 4, 5, 7}
+    assert {fault for plan in plans for fault in plan.faults} == {*FAULTS, *CONTROLLER_FAULTS}
+    assert {order for plan in plans for order in plan.orders} == set(ORDERS)
+    assert {plan.controllers for plan in plans} == {0, 1, 3}
+    assert {plan.shards for plan in plans} == {1, 2, 3, 4, 5, 6, 7}
     assert {plan.fsync for plan in plans} == {"always", "interval", "never"}
     assert all(plan.losses < plan.write_need for plan in plans), "or acknowledged writes may be lost"

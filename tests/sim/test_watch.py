@@ -25,5 +25,5 @@ def test_a_promise_without_its_record_is_the_floor(floor: bytes, kept: bool, bro
         disk.values[KEY] = disk._encode(KEY, old)
     watch = Watch({}, {"a": disk}, 1, 1, lambda node: floor, lambda: 0.0)
     promised = StrongPromised(True, StrongState(HIGH, LOW, old.register, True), 1, {}, floor)
-    watch.answered("a", b"", StrongPrepare(1, KEY, HIGH, [1]), 1, promised)
+    watch.answered("a", b"", StrongPrepare(1, KEY, HIGH, [1]), (1, 1), promised)
     assert [violation.promise for violation in watch.violations] == ["votes"] * broken

@@ -226,27 +226,37 @@ def test_up_stops_cleanly_and_keeps_its_records(foreground: subprocess.Popen[byt
         second.stdout.close() if second.stdout else None
 
 
-def test_records_in_a_lasting_place_outlive_the_instance(tmp_path: Path) -> None:
+def test_records_in_a_lasting_place_outlive_the_instance_and_another_number_of_shards(tmp_path: Path) -> None:
     from kvcomm import connect
 
     config = tmp_path / "kvcomm.yaml"
-    config.write_text(CONFIG.replace("shards: 3", "shards: 1") + f"  directory: {tmp_path / 'records'}\n")
     command = [sys.executable, "-m", "kvcomm.cli", "up", "--instance", "lasting", "--config", str(config)]
     for life in range(2):
+        text = CONFIG.replace("shards: 3", f"shards: {life + 1}\n  replicas: 1")
+        config.write_text(text + f"  directory: {tmp_path / 'records'}\n")
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
             assert b"is up" in process.stdout.readline()
             with connect(config, instance="lasting") as kv:
+                state = kv.state("kept")
                 if life:
-                    assert kv.state("kept").get("k").value == b"v"
+                    assert all(state.get(str(index)).value == b"v" for index in range(20))
+                    eventually(lambda: moved_to(2))
+                    assert all(state.get(str(index)).value == b"v" for index in range(20))
                 else:
-                    kv.state("kept").put("k", b"v")
+                    for index in range(20):
+                        state.put(str(index), b"v")
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             process.stdout.close() if process.stdout else None
             Instance.open("lasting").remove()  # as a restart of the host does
+
+
+def moved_to(shards: int) -> bool:
+    ring = Instance.open("lasting").ring()
+    return ring is not None and ring.transition is None and len(ring.shards) == shards
 
 
 def test_a_killed_supervisor_takes_its_nodes_along(foreground: subprocess.Popen[bytes]) -> None:

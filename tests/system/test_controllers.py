@@ -181,7 +181,7 @@ def test_another_controller_leads_when_the_leader_is_killed(group: Group) -> Non
         assert view.ring == before.ring, "nothing has changed, so there is no new map"
 
 
-def test_a_paused_leader_is_followed_by_another_and_does_nothing_when_it_goes_on(group: Group) -> None:
+def test_fault_23_a_paused_leader_is_followed_by_another_and_does_nothing_when_it_goes_on(group: Group) -> None:
     old, before = group.leader(), group.led_view()
     with traffic(group):
         group.kill(old.node, signal.SIGSTOP)
@@ -230,7 +230,7 @@ def test_with_all_controllers_disks_lost_everything_is_known_again(group: Group)
     assert after.ring.shards == before.ring.shards
 
 
-def test_without_a_majority_of_controllers_reads_and_writes_go_on_and_nothing_changes(group: Group) -> None:
+def test_fault_25_without_most_controllers_reads_and_writes_go_on_and_nothing_changes(group: Group) -> None:
     before = group.led_view()
     with traffic(group):
         with no_restarts(group):

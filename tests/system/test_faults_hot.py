@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.hotload import HotLoad, hot_load
 from kvcomm import connect
 from kvcomm.block import BlockKey, Incarnation
+from kvcomm.cli.app import app
 from kvcomm.cli.warm_source import ShardSource
 from kvcomm.client import Client
 from kvcomm.credentials import NODE_TENANT
@@ -24,6 +27,7 @@ from kvcomm.steps import Ask
 from kvcomm.wire.messages import Done, WarmOrder
 from l2_rdma.pool import PoolOptions, RunningPool, run_pool
 from tests.system.conftest import Cluster, eventually, make_namespace, metric, payloads
+from tests.system.racks import nodes_in_racks
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -53,6 +57,9 @@ def test_fault_37_a_hot_record_costs_its_shard_little_and_is_a_second_old_at_mos
         eventually(lambda: metric(busy.node("controller-0"), 'kvcomm_hot_keys{plane="record"}') > 0)
         eventually(lambda: running.watch(0.1).from_copies > 0)
         seen = running.watch(2.5)
+        shown = CliRunner().invoke(app, ["hot", "--instance", busy.instance.name, "--json"])
+        named = [row["key"] for row in json.loads(shown.output) if row["plane"] == "record"]
+        assert any(name.startswith("state/hot/") for name in named)
     assert seen.read_share > 0.85 and seen.writes > 20
     assert seen.from_copies > 0.5 * seen.reads
     assert seen.asked_share < 0.2, "each reader asks once a second, instead of a hundred times"
@@ -116,6 +123,38 @@ def _poolless(busy: Cluster) -> Client:
     config = busy.config.with_name("poolless.yaml")
     config.write_text(busy.config.read_text().replace("network: {", "network: {transports: [verbs], "))
     return connect(config, instance=busy.instance.name)
+
+
+def test_fault_37_what_one_rack_reads_is_brought_to_the_others(tmp_path: Path) -> None:
+    """Nobody of the other rack has asked for it when it is there."""
+    config = tmp_path / "kvcomm.yaml"
+    config.write_text(CONFIG.replace("shards: 3, pools: 1", "shards: 1, pools: 2"))
+    nodes = [
+        ("controller", "controller-0", "rack-a"), ("shard", "shard-0", "rack-a"),
+        ("pool", "pool-0", "rack-a"), ("pool", "pool-1", "rack-b"),
+    ]  # fmt: skip
+    namespace = make_namespace(revision="racks")
+    tokens, blocks = list(range(64)), payloads(namespace, 4, salt=50)
+    with nodes_in_racks(f"rk{os.getpid()}", config, nodes) as instance:
+        eventually(lambda: (ring := instance.ring()) is not None and len(ring.pools) == 2)
+        cluster = Cluster(instance, config)
+        with _in_rack(cluster, "rack-a") as near, _in_rack(cluster, "rack-b") as far:
+            near.publish(namespace, tokens, blocks)
+
+            def brought() -> bool:
+                assert len(near.fetch(namespace, tokens).blocks) == 4
+                return metric(cluster.node("pool-1"), "kvcomm_warm_copies") >= 4
+
+            eventually(brought)
+            assert metric(cluster.node("pool-0"), "kvcomm_store_blocks") == 4
+            hit = far.fetch(namespace, tokens)
+            assert hit.tiers["l2"] == 64 and [bytes(block.payload) for block in hit.blocks] == blocks
+
+
+def _in_rack(cluster: Cluster, rack: str) -> Client:
+    config = cluster.config.with_name(f"{rack}.yaml")
+    config.write_text(cluster.config.read_text().replace("network: {", f"network: {{rack: {rack}, "))
+    return connect(config, instance=cluster.instance.name)
 
 
 def test_fault_37_a_pool_of_another_rack_gets_verified_copies_when_told(

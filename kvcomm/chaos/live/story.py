@@ -25,13 +25,16 @@ from kvcomm.chaos.registers import KINDS
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
     LEADER,
+    OPERATION_STEPS,
     AnyStep,
+    ControllerOrder,
     Cut,
     Drain,
     Heal,
     Kill,
     Loss,
     Move,
+    OperationStep,
     Part,
     Pause,
     Restart,
@@ -136,8 +139,8 @@ class _Story:
         self._open: set[int] = set()
         """Orders that are being carried out."""
         self._late_s = 0.0
-        """What follows a restart is done so much later than it says: as long as the restart took."""
-        self._taken = self._done = self._refused = 0
+        """What follows something that had to be waited for is done so much later than it says."""
+        self._taken = self._done = self._undone = self._refused = 0
 
     def tell(self) -> Observed:
         cluster, scenario = self._cluster, self._scenario
@@ -151,6 +154,8 @@ class _Story:
             if number == last:
                 cluster.everybody(Phase(AFTER))
             self._do(step)
+            if isinstance(step, Restart | ControllerOrder) or (isinstance(step, Kill) and step.when):
+                self._late_s = max(self._late_s, time.monotonic() - self._begin - step.at_s)
             if number == last:
                 self._healed_at = time.monotonic()
         self._wait_until(self._begin + scenario.end_s + self._late_s)
@@ -191,10 +196,9 @@ class _Story:
                 go_on = lambda: cluster.signal(node, step.part, signal.SIGCONT)  # noqa: E731
                 self._change("heal", f"resume {node} {step.part}", go_on, {}, [f"down {node} {step.part}"])
             case Kill():
-                broken = {f"down {node} {step.part}": frozenset[Direction]()}
-                self._change(
-                    "fault", f"kill {node} {step.part}", lambda: cluster.kill(node, step.part), broken
-                )
+                what = f"kill {node} {step.part}{self._await_step(step.when)}"
+                kill = lambda: cluster.kill(node, step.part)  # noqa: E731
+                self._change("fault", what, kill, {f"down {node} {step.part}": frozenset[Direction]()})
             case Restart():
                 again = lambda: self._restart(node, step.part)  # noqa: E731
                 self._change("heal", f"restart {node} {step.part}", again, {}, [f"down {node} {step.part}"])
@@ -215,7 +219,6 @@ class _Story:
             if ring is not None and any(shard.address == address for shard in ring.shards):
                 break
             time.sleep(0.05)
-        self._late_s += time.monotonic() - begin
 
     def _order(self, step: Scale | Move | Drain) -> None:
         """Give an operator's order to the controllers."""
@@ -236,6 +239,21 @@ class _Story:
                 self._taken += 1
                 self._open.add(number)
         self._marks.append(Mark(time.monotonic(), what, "order"))
+
+    def _await_step(self, wanted: OperationStep | None) -> str:
+        """Until what was ordered is so far; which step it is at then."""
+        deadline = time.monotonic() + ORDER_WITHIN_S
+        while wanted is not None and self._open:
+            with suppress(Unavailable):
+                for each in self._view().operations:
+                    reached = each.step not in OPERATION_STEPS or (
+                        OPERATION_STEPS.index(each.step) >= OPERATION_STEPS.index(wanted)
+                    )
+                    if each.operation in self._open and reached:
+                        return f" while {each.step}"
+            if time.monotonic() > deadline:
+                raise Unavailable(f"no order came as far as {wanted}")
+        return ""
 
     def _message(self, step: Scale | Move | Drain) -> tuple[str, dict[str, Any], str]:
         """(name of the message, its fields, the order in words)."""
@@ -263,6 +281,7 @@ class _Story:
             if each.operation in self._open and each.step in ENDED:
                 self._open.discard(each.operation)
                 self._done += each.step == "done"
+                self._undone += each.step != "done"
                 self._marks.append(Mark(time.monotonic(), f"{each.what}: {each.step}", "order"))
                 self._heard(f"{time.monotonic() - self._begin:6.2f} s: {self._marks[-1].what}")
 
@@ -429,8 +448,9 @@ class _Story:
             ending=None if stored.missing else _ending(stored, eventual),
             equal_s=None if self._equal_at is None else self._equal_at - self._healed_at,
             owners={key: [cluster.host_of(each) for each in those] for key, those in stored.owners.items()},
-            unequal=self._unequal, quorums=stored.quorums, orders_open=self._open_orders(),
-            orders_taken=self._taken, orders_done=self._done, orders_refused=self._refused,
+            unequal=self._unequal, quorums=stored.quorums,
+            orders_taken=self._taken, orders_done=self._done, orders_undone=self._undone,
+            orders_refused=self._refused, orders_open=self._open_orders(),
         )  # fmt: skip
 
     def _history(self) -> History:

@@ -8,11 +8,19 @@ from kvcomm.chaos.summary import summary_of
 
 
 def report(name: str, seed: int, equal_s: float | str | None, *, kept: bool = True) -> Report:
+    measured = {"equal_s": equal_s, "eventual_broken": 0.0, "strong_broken": 1.0}
     return Report(
-        1, "0", Scenario(name, "", []), "namespaces", seed, "passed" if kept else "failed", "",
+        1,
+        "0",
+        Scenario(name, "", []),
+        "namespaces",
+        seed,
+        "passed" if kept else "failed",
+        "",
         verdicts=[Verdict("equal_s", "", "at most 1", equal_s, kept)],
-        measured={"equal_s": equal_s, "eventual_broken": 0.0, "strong_broken": 1.0}, calls={"a": 1000, "b": 9},
-    )  # fmt: skip
+        measured=measured,
+        calls={"a": 1000, "b": 9},
+    )
 
 
 def test_one_line_a_scenario_and_the_distribution_of_random_splits() -> None:
