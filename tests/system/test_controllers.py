@@ -181,7 +181,9 @@ def test_another_controller_leads_when_the_leader_is_killed(group: Group) -> Non
         assert view.ring == before.ring, "nothing has changed, so there is no new map"
 
 
-def test_fault_23_a_paused_leader_is_followed_by_another_and_does_nothing_when_it_goes_on(group: Group) -> None:
+def test_fault_23_a_paused_leader_is_followed_by_another_and_does_nothing_when_it_goes_on(
+    group: Group,
+) -> None:
     old, before = group.leader(), group.led_view()
     with traffic(group):
         group.kill(old.node, signal.SIGSTOP)
