@@ -292,7 +292,8 @@ class Lead:
     def _heard(self, plans: Sequence[NodePlan]) -> list[RingNode]:
         """Entries of those of these nodes that are heard."""
         at = self._roster.at(plan.node for plan in plans)
-        return [placement.placed(plan, at[plan.node]) for plan in plans if plan.node in at]
+        there = [(plan, at[plan.node]) for plan in plans if plan.node in at]
+        return [placement.placed(placement.racked(plan, where), where) for plan, where in there]
 
     # -- the next map
 

@@ -6,7 +6,7 @@ so it is the same for the leader that began the operation and for every later on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from controller import placement
 from controller.journal import Back, Operation
 from controller.moving import Heading, Moving, ShardReport, Turn
 from controller.placement import Addresses
-from kvcomm.wire.messages import NodePlan, RingMap, RingNode
+from kvcomm.wire.messages import NodePlan, RingMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,12 @@ def _start(operation: Operation, ring: RingMap, moving: Moving, where: Addresses
         if dead:
             return Onward(taken_back(operation, "failed", verdict.trouble), trouble=verdict.trouble)
         return Onward(operation, trouble=verdict.trouble)
-    entries = _entries(operation.shards, ring, where)
-    return Onward(operation, placement.copying(ring, ring.epoch, entries, operation.ranges))
+    known = placement.shards_of(ring)
+    there = {**known, **where}
+    shards = [placement.racked(plan, there[plan.node], known.get(plan.node)) for plan in operation.shards]
+    entries = [placement.placed(plan, there[plan.node]) for plan in shards]
+    following = placement.copying(ring, ring.epoch, entries, operation.ranges)
+    return Onward(replace(operation, shards=shards), following)
 
 
 def _purge(operation: Operation, ring: RingMap, moving: Moving) -> Onward:
@@ -122,11 +126,6 @@ def _heading(operation: Operation) -> Heading:
     if not operation.back:
         return "forth"
     return "back" if operation.served else "back unserved"
-
-
-def _entries(shards: Sequence[NodePlan], ring: RingMap, where: Addresses) -> list[RingNode]:
-    known = {**placement.shards_of(ring), **where}
-    return [placement.placed(plan, known[plan.node]) for plan in shards]
 
 
 _MAPS: Mapping[Turn, Callable[[RingMap, int], RingMap]] = {

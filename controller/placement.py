@@ -40,9 +40,14 @@ def first_map(rules: RingRules, shards: Sequence[RingNode], pools: Sequence[Ring
 
 
 def placed(plan: NodePlan, at: RingNode) -> RingNode:
-    """The entry of a planned node that was heard ``at``; in which rack it is it knows best itself."""
-    rack = at.rack or plan.rack
-    return RingNode(plan.node, at.address, at.local_address, at.control, rack, plan.weight)
+    """The entry of a planned node that was heard ``at``."""
+    return RingNode(plan.node, at.address, at.local_address, at.control, plan.rack, plan.weight)
+
+
+def racked(plan: NodePlan, at: RingNode, known: RingNode | None = None) -> NodePlan:
+    """The plan with the node's rack: where it says it is when it is placed first; then as the map has it, for
+    another rack would be another placement."""
+    return replace(plan, rack=at.rack or plan.rack if known is None else known.rack)
 
 
 def copying(ring: RingMap, epoch: int, shards: Sequence[RingNode], ranges: Sequence[RingRange]) -> RingMap:
@@ -96,7 +101,7 @@ def with_pools(ring: RingMap, pools: Sequence[NodePlan], where: Addresses) -> Ri
     for plan in pools:
         at = where.get(plan.node) or known.get(plan.node)
         if at is not None:
-            entries.append(placed(plan, at))
+            entries.append(placed(racked(plan, at), at))
     return replace(ring, pools=entries)
 
 
