@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcomm.cli.following import ENDS, described, left_text
-from kvcomm.wire.messages import ClusterView, NodeView, RingMap, SplitReport
+
+if TYPE_CHECKING:
+    from kvcomm.wire.messages import ClusterView, NodeView, RingMap, SplitReport
 
 PAST_SHOWN = 3
 """Operations that have ended."""
@@ -64,6 +66,8 @@ def _text(share: float, here: str, rest: str) -> str:
 
 def last_split(view: ClusterView) -> SplitReport | None:
     """The worst that any shard reports of its last split: times are maxima, counts are sums."""
+    from kvcomm.wire.messages import SplitReport
+
     reports = [node.split for node in view.nodes if node.split is not None]
     if not reports:
         return None

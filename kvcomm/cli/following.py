@@ -3,16 +3,15 @@ looks."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-from kvcomm.cli.operators import Operators
 from kvcomm.errors import Unavailable
-from kvcomm.wire.messages import OperationView
+
+if TYPE_CHECKING:
+    from kvcomm.cli.operators import Operators
+    from kvcomm.wire.messages import OperationView
 
 POLL_S = 0.25
 ENDS = ("done", "cancelled", "rolled back", "failed")
@@ -31,6 +30,9 @@ def follow(
 
     A change of the leader is waited for; the new one goes on with it.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
     until, console = clock() + deadline_s, Console(stderr=True, quiet=quiet)
     columns = (
         TextColumn("{task.description}"),
@@ -77,8 +79,3 @@ def _look(operators: Operators, number: int) -> OperationView | None:
     except Unavailable:
         return None
     return next((each for each in view.operations if each.operation == number), None)
-
-
-def say(text: str) -> None:
-    """To a person, beside whatever a script reads."""
-    sys.stderr.write(f"{text}\n")

@@ -12,10 +12,11 @@ import typer
 from kvcomm.cli.cluster import document, lines, was_drained
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
-from kvcomm.wire.messages import ClusterView, NodeView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvcomm.wire.messages import ClusterView, NodeView
 
 STATES = {"alive": "green", "suspect": "yellow", "dead": "red", "unknown": "yellow"}
 
