@@ -82,7 +82,8 @@ class ControllerOptions:
 
     heartbeat_s: float = 2.0
     lease_s: float = 6.0
-    """Of nodes: whoever is silent for so long is dead; two heartbeats and it is suspect."""
+    """Of nodes: whoever is silent for so long, and for three heartbeats at least, is dead; two heartbeats
+    and it is suspect."""
 
     replace_after_s: float = 600.0
     """A shard that has been dead for so long is gone on without; 0 = never."""
@@ -101,7 +102,7 @@ class ControllerOptions:
 
     @property
     def patience(self) -> Patience:
-        return Patience(min(2 * self.heartbeat_s, self.lease_s * 0.9), self.lease_s)
+        return Patience(2 * self.heartbeat_s, max(self.lease_s, 3 * self.heartbeat_s))
 
 
 class Controller:
@@ -235,8 +236,8 @@ class Controller:
         times = [now + self._options.heartbeat_s, self._roster.liveness.deadline(now)]
         lead = self._leading(now)
         if lead is not None:
-            times.append(lead.deadline())
-        return max(now, min(time for time in times if time is not None))
+            times.append(lead.deadline(now))
+        return min(time for time in times if time is not None)
 
     # -- requests
 

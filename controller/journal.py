@@ -39,7 +39,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     what: str
     """For a person."""
     shards: list[NodePlan]
-    """The placement to reach."""
+    """The placement to reach, until it is over."""
     ranges: list[RingRange]
     joins: list[str] = []
     """Nodes that were planned for it; they go again when it is taken back."""
@@ -109,6 +109,7 @@ class Journal(msgspec.Struct, frozen=True, array_like=True):
             gone = operation.leaves if operation.step == "done" else operation.joins
             weights = {node.node: node for node in operation.shards} if operation.step == "done" else {}
             nodes = [weights.get(node.node, node) for node in nodes if node.node not in gone]
+            operation = replace(operation, shards=[], ranges=[])  # long lists, and nobody needs them any more
         return replace(self, nodes=nodes, operations=[*self.operations[:-1], operation])
 
     def with_pools(self, pools: Iterable[NodePlan]) -> Journal:

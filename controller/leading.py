@@ -167,7 +167,7 @@ class Lead:
 
     def order(self, origin: Origin, message: Order, now: float) -> list[Effect]:
         """Answered when it is noted: what was answered is not forgotten with this process."""
-        if self.ring is None or self.journal is None or self._lost or self._notebook.pending("ring"):
+        if self.ring is None or self.journal is None or self._lost:
             return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
         try:
             answer, journal = self._conductor.order(message, self.journal, self.ring, now)
@@ -201,11 +201,11 @@ class Lead:
             self._go_on(self.ring, now)
         return [*self._notebook.due(now), *self._offers_due(now)]
 
-    def deadline(self) -> float | None:
-        times = [self.until, self._notebook.deadline(), self._differs_due, *self._offer_times()]
-        times.append(None if self._recalled else self._recall_at)
-        times.append(None if self._complete_at is None else self._complete_at + POOLS_S)
-        return min(time for time in times if time is not None)
+    def deadline(self, now: float) -> float | None:
+        """When there may be something to do again.  What is overdue waits for an event, not for time."""
+        times = [self.until, self._recall_at, self._notebook.deadline(), self._differs_due]
+        times += [*self._offer_times(), None if self._complete_at is None else self._complete_at + POOLS_S]
+        return min((time for time in times if time is not None and time > now), default=None)
 
     def check(self) -> None:
         if self.ring is not None:

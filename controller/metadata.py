@@ -15,6 +15,7 @@ addresses: ``locate`` finds them, for a controller that was started again may be
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,11 @@ from l3_shard.strong import StrongCounts
 from l3_shard.tier import L3Tier
 
 T = TypeVar("T")
+
+VOTE_PATIENCE_S = 10.0
+"""After that an operator should know."""
+
+_log = logging.getLogger(__name__)
 
 
 def metadata_ring(members: Sequence[str]) -> RingMap:
@@ -116,8 +122,17 @@ class Metadata:
         return await run_async(steps, peers, peers.clock() + max(0.0, timeout_s))
 
     async def wait_for_vote(self) -> None:
-        """Until this member takes part in decisions, for ever if need be."""
+        """Until this member takes part in decisions, for ever if need be; it says so when that takes long."""
+        warn_at = self.records.clock() + VOTE_PATIENCE_S
         while not self.counts().votes:
+            if self.records.clock() >= warn_at:
+                warn_at = float("inf")
+                _log.warning(
+                    "%s has no vote yet: not enough other controllers are there, or too few of them remember "
+                    "what it has lost; if the disks of most are lost, stop all controllers, remove their "
+                    "directories, and the shards will tell",
+                    self.node,
+                )
             await asyncio.sleep(0.01)
 
     def counts(self) -> StrongCounts:

@@ -113,7 +113,7 @@ class Moving:
     def judge_purge(self) -> Verdict:
         """Whether everybody keeps nothing any more but what this stable map gives it."""
         unclean = [node for node in self._living if self._report(node).move.clean_epoch < self._map.epoch]
-        return _verdict("purged", _says(unclean, "has not dropped all that moved away"))
+        return _verdict("purged", _waits(unclean, "drop what moved away"))
 
     @property
     def copied(self) -> bool:
@@ -139,8 +139,8 @@ class Moving:
         unclean = [node for node in self._target if self._report(node).move.clean_epoch < epoch]
         return (
             self._states(missing)
-            or _says(old, f"does not work by epoch {epoch} yet")
-            or _says(unclean, "still keeps what an earlier move took away from it")
+            or _waits(old, f"work by epoch {epoch}")
+            or _waits(unclean, "drop what an earlier move took away")
             or self._uncovered(self._living)
         )
 
@@ -156,7 +156,7 @@ class Moving:
         return (
             self._states(missing)
             or self._behind
-            or _says(unready, "does not have all that it gets yet")
+            or _waits(unready, "get all that they gain")
             or self._uncovered(self._up)
         )
 
@@ -165,7 +165,7 @@ class Moving:
         return (
             self._behind
             or self._uncovered({*self._up, *without})
-            or _says(unsettled, "has not settled its strong records")
+            or _waits(unsettled, "settle their strong records")
         )
 
     # -- who
@@ -173,9 +173,7 @@ class Moving:
     @property
     def _behind(self) -> str:
         epoch = self._map.epoch
-        return _says(
-            [node for node in self._living if node not in self._up], f"does not work by epoch {epoch} yet"
-        )
+        return _waits(self._living - self._up, f"work by epoch {epoch}")
 
     @cached_property
     def _gaining(self) -> list[str]:
@@ -226,9 +224,9 @@ def _verdict(turn: Turn, trouble: str) -> Verdict:
     return Verdict(None, trouble) if trouble else Verdict(turn)
 
 
-def _says(nodes: Iterable[str], what: str) -> str:
+def _waits(nodes: Iterable[str], what: str) -> str:
     names = sorted(nodes)
-    return f"{_named(names)} {what}" if names else ""
+    return f"waits for {_named(names)} to {what}" if names else ""
 
 
 def _named(names: Sequence[str]) -> str:

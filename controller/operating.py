@@ -77,9 +77,9 @@ def taken_back(operation: Operation, how: Back, why: str) -> Operation:
 
 
 def at_target(operation: Operation, ring: RingMap) -> bool:
-    """Whether the map is the placement that the operation is for."""
-    wanted = sorted((node.node, node.rack, node.weight) for node in operation.shards)
-    there = sorted((node.node, node.rack, node.weight) for node in ring.shards)
+    """Whether the map is the placement that the operation is for; racks are where nodes turn out to be."""
+    wanted = sorted((node.node, node.weight) for node in operation.shards)
+    there = sorted((node.node, node.weight) for node in ring.shards)
     return wanted == there and operation.ranges == ring.ranges
 
 

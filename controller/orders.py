@@ -77,6 +77,8 @@ def move(order: MoveOrder, ring: RingMap, journal: Journal) -> Operation | None:
 
 def rebalance(policy: str, moves: Sequence[Move], ring: RingMap, journal: Journal) -> Operation | None:
     """``None``: the policy moves nothing.  Raises ``Refused``."""
+    if not moves:
+        return None
     shards = {node.node: node for node in _present(ring, journal)}
     ranges = list(ring.ranges)
     for each in moves:

@@ -30,7 +30,7 @@ def without_nodes(ranges: Iterable[RingRange], gone: Iterable[str]) -> list[Ring
 def needed(ranges: Iterable[RingRange], shards: Sequence[RingNode]) -> list[RingRange]:
     """Without those that say what the circle of these shards says anyhow."""
     plain = RingMap(0, 1, 1, 1, 1, list(shards), [])
-    circle = Ring.from_map(plain).stretches()
+    circle = Ring.from_map(plain).stretches
     lasts = [last for _, last, _ in circle]
 
     def idle(each: RingRange) -> bool:

@@ -619,8 +619,8 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     Definition(
         "kvcomm_split_mode", "gauge", _SHARD,
-        "On which side of a split this shard is: 0 = all other shards of its ring answer it; 1 = some do not, "
-        "but it and those that do are a majority; 2 = they are none.",
+        "On which side of a split this shard is: 0 = all other shards of its ring answer it; 1 = some do "
+        "not, but it and those that do are a majority; 2 = they are none.",
     ),
     Definition(
         "kvcomm_silent_peers", "gauge", _SHARD, "Other shards that do not answer this one at present.",

@@ -56,8 +56,8 @@ NODES_MAX = 256
 """Tree nodes a question: 36 KiB of digests."""
 LEAVES_MAX = 256
 EXCHANGE_KEYS = 256
-EXCHANGES_AT_ONCE = 3
-"""In a hurry: one is being read there, one is on its way, one is written here."""
+EXCHANGES_AT_ONCE = 4
+"""In a hurry: some are being read there, are on their way, and are written here."""
 KEY_BYTES = 128
 """A record takes on the network beside its values, about."""
 

@@ -75,7 +75,7 @@ class RepairOptions:
     tombstone_age_s: float = 24 * 3_600.0
     batch_keys: int = 64
     """Records handed on or exchanged at once: a few milliseconds for whoever merges them."""
-    gain_keys: int = 256
+    gain_keys: int = 128
     """The same while records are fetched that a move gives this shard."""
     move_rate_bytes: int = 0
     """A second, of those; 0 = as fast as it can."""
@@ -295,7 +295,7 @@ class Repair:
                 done=partial(self._handed_on, neighbour, turn, now),
             ).start(self._options.batch_keys)
         elif neighbour.compare_at <= now:
-            if not self.ready and any(each.comparing is not None for each in self._neighbours.values()):
+            if not self.ready and any(map(_fetches, self._neighbours.values())):
                 neighbour.waiting = True
                 return
             hurry = self._readiness.wants(neighbour.node)
@@ -500,12 +500,17 @@ class Repair:
             digests = [
                 digest for index in message.indices for digest in tree.children((message.depth, index))
             ]
-            self._desk.close(request, TreeDigests(digests, not self.caught_up))
+            self._desk.close(request, TreeDigests(digests, not self._vouches()))
 
         if message.depth:
             answer(True)
         else:
             self._taken(lambda: self.forest.settle(answer))
+
+    def _vouches(self) -> bool:
+        """Whether everything that we acknowledged is in our trees: not on a new disk, nor where a record was
+        damaged and what came since has taken its place."""
+        return self.caught_up and not any(map(self._keepers, self._lines.damaged()))
 
     def leaf_get(self, origin: Origin, message: LeafGet) -> None:
         """Answer with the records of as many leaves as fit.
@@ -573,6 +578,11 @@ class Repair:
         """Assert every invariant."""
         self.hints.check()
         self.forest.check()
+
+
+def _fetches(neighbour: _Neighbour) -> bool:
+    """Whether records are coming from it: one that did not answer last time holds up nobody."""
+    return neighbour.comparing is not None and not neighbour.failure_count
 
 
 @dataclass(eq=False, slots=True)

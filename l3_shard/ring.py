@@ -241,7 +241,8 @@ class Ring:
             before = end
         return measured
 
-    def stretches(self) -> list[tuple[int, int, str]]:
+    @cached_property
+    def stretches(self) -> Sequence[tuple[int, int, str]]:
         """The circle as the serving placement has it: (first point, last point, first owner), in order."""
         found: list[tuple[int, int, str]] = []
         first = 0

@@ -23,6 +23,8 @@ SHUN_S = 1.0
 SHUN_MAX_S = 8.0
 PROBE_S = 0.7
 """How long one that was silent may take to show that it is not any more."""
+PROBE_EVERY_S = 0.5
+"""Between two pings beside operations on blocks."""
 LAG_S = 1.0
 """How long a shard that lagged behind another owner is given no copies."""
 RELAPSE_S = 10.0
@@ -79,6 +81,7 @@ class Routes:
         self._addresses: tuple[Ring | None, frozenset[str]] = (None, frozenset())
         self._shuns: dict[str, _Shun] = {}
         self._lags: dict[str, float] = {}
+        self._pinged: dict[str, float] = {}
         self.speeds = Speeds()
 
     def ask(
@@ -153,6 +156,22 @@ class Routes:
         """Whether it is passed over because it gave no answer."""
         shun = self._shuns.get(node)
         return shun is not None and shun.silent and self._clock() < shun.until
+
+    def silent_shards(self) -> set[str]:
+        """All that are."""
+        return {node for node in list(self._shuns) if self.silent(node) and node in self.ring}
+
+    def may_probe(self, node: str) -> bool:
+        """Whether its last :meth:`ping` was long enough ago; the next one is due now."""
+        now = self._clock()
+        if now < self._pinged.get(node, -PROBE_EVERY_S) + PROBE_EVERY_S:
+            return False
+        self._pinged[node] = now
+        return True
+
+    def ping(self, node: str) -> Ask:
+        """Ask one that is :meth:`silent` whether it answers again."""
+        return self.ask(node, Ping(), timeout_s=PROBE_S)
 
     def doubtful(self, node: str) -> bool:
         """Whether it gave no answer when it was asked last, though the time to pass it over is up."""

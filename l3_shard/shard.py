@@ -117,6 +117,8 @@ RECORD_KEY_BYTES_MAX = 480
 """The store's own limit is 511 bytes, tenant included."""
 RECOVER_KEYS_MAX = 8
 """Records of one question for what a damaged disk lost: their values always fit one answer."""
+KEEPERS_MAX = 16_384
+"""Records whose keepers are remembered: who repairs asks for each several times, one soon after the other."""
 RECOVER_AT_ONCE = 256
 """Records that are asked for again together."""
 
@@ -302,6 +304,7 @@ class Shard:
         self._scans: dict[Ticket, _Scan] = {}
         self._plans: dict[Groups, tuple[tuple[str, ...], int, int, bool]] = {}  # of this ring
         self._places: dict[Groups, Place] = {}  # of this ring
+        self._keepers: dict[bytes, tuple[str, ...]] = {}  # of this ring
         self._timers = Timers(tickets)
         self._recheck = Recheck(
             node,
@@ -761,8 +764,13 @@ class Shard:
 
     def _keepers_if_ours(self, key: bytes) -> tuple[str, ...]:
         """The keepers of the stored ``key``; nobody if we are none ourselves (any more)."""
-        keepers = self.ring.keepers(key[TENANT_BYTES:])
-        return keepers if self.node in keepers else ()
+        found = self._keepers.get(key)
+        if found is None:
+            if len(self._keepers) == KEEPERS_MAX:
+                self._keepers.clear()
+            keepers = self.ring.keepers(key[TENANT_BYTES:])
+            found = self._keepers[key] = keepers if self.node in keepers else ()
+        return found
 
     def _repair(self, key: bytes, state: RecordState, mends: bool) -> None:
         """Merge what a read taught us; nobody waits for it, and if it cannot be done now, a later read tries
@@ -969,6 +977,7 @@ class Shard:
         else:
             self._plans.clear()
             self._places.clear()
+            self._keepers.clear()
             self._kept.keep()
             if self._background is not None:
                 self._background.placed()

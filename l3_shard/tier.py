@@ -59,6 +59,7 @@ from l3_shard.desk import strong_wait_s
 from l3_shard.fetching import Fetching
 from l3_shard.filters import Filters
 from l3_shard.locating import Locating
+from l3_shard.probing import Probing
 from l3_shard.ring import Ring
 from l3_shard.routes import L3Counts, Routes
 from l3_shard.storing import Storing
@@ -127,21 +128,22 @@ class L3Tier:
         owners have them, one more for each further owner and when our map is old."""
         absent = yield from self.filters.ruled_out(keys)
         rest = [key for key, gone in zip(keys, absent, strict=True) if not gone]
-        asked = iter((yield from Locating(self._routes, rest).steps()) if rest else [])
+        locating = Locating(self._routes, rest)
+        asked = iter((yield from Probing(self._routes, rest).around(locating.steps())) if rest else [])
         said = [False if gone else next(asked) for gone in absent]
         self.filters.answered(said)
         return said
 
     def get(self, keys: Sequence[BlockKey], found: Callable[[int, Block], None]) -> Steps[None]:
         """See ``Tier.get``.  Never raises for lost, damaged or unreachable copies: they are skipped."""
-        yield from Fetching(self._routes, keys, found).steps()
+        yield from Probing(self._routes, keys).around(Fetching(self._routes, keys, found).steps())
 
     def put(self, copies: Sequence[BlockCopy]) -> Steps[list[PutStatus]]:
         """See ``Tier.put``.  A copy goes to all its owners; the best that one of them said is its status."""
         keys = [copy.header.key for copy in copies]
         self.filters.put(keys)
         try:
-            return (yield from Storing(self._routes, copies).steps())
+            return (yield from Probing(self._routes, keys).around(Storing(self._routes, copies).steps()))
         finally:
             self.filters.put(keys)  # a filter that came meanwhile may lack them
 

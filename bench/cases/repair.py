@@ -82,8 +82,8 @@ def run(scale: Scale) -> Report:
         )
     report.notes.append(
         "The split: one shard and the two others do not hear each other (drop tables: bytes are held back in "
-        "both directions); nine of ten records are written on the side of the two, about half on the other, so "
-        "that nearly half of them are written on both. Counted from the order that ends it to three equal "
+        "both directions); nine of ten records are written on the side of the two, about half on the other, "
+        "so that nearly half of them are written on both. Counted from the order that ends it to three equal "
         "Merkle roots, looked at every 50 ms."
     )
     return report

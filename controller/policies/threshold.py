@@ -5,6 +5,9 @@ only until it is at ``low`` (hysteresis); for ``sustain_s`` before anything is m
 ``cool_down_s``; and only if it pays (cost model): taking over costs the taker as many seconds of its
 throughput cap as the bytes need, giving relieves the giver, for as long as the load stays as it is, which is
 taken to be ``horizon_s``.
+
+A load that wanders would still be run after, once in a cool-down.  So when a shard is to give that took
+lately, or to take that gave lately, the rest after it is twice as long as the one before.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ class ThresholdOptions:
 
     high: float = 1.3
     low: float = 1.1
-    sustain_s: float = 30.0
+    sustain_s: float = 120.0
     cool_down_s: float = 180.0
+    cool_down_s_max: float = 7200.0
     horizon_s: float = 1800.0
     ops_s_min: float = 50.0
     """A mean load below this is no reason to move anything."""
@@ -53,7 +57,11 @@ class Threshold:
     def __init__(self, options: ThresholdOptions | None = None) -> None:
         self._options = options or ThresholdOptions()
         self._over_since: dict[str, float] = {}
+        self._rest_s = self._options.cool_down_s
         self._rest_until = 0.0
+        self._gave: set[str] = set()
+        self._took: set[str] = set()
+        """In the last plans, since the load last came to rest."""
 
     def plan(self, view: LoadView) -> list[Move]:
         options = self._options
@@ -66,9 +74,21 @@ class Threshold:
         gifts = [gift for gift in gifts_of(view, ripe, options) if self._pays(gift, view)]
         if not gifts:
             return []
-        self._rest_until = view.now + options.cool_down_s
+        self._rest(gifts, view.now)
         self._over_since.clear()
         return [move for gift in gifts for move in gift.moves]
+
+    def _rest(self, gifts: list[Gift], now: float) -> None:
+        """After these; longer when they take back some of what was done before."""
+        options = self._options
+        givers, takers = {gift.giver for gift in gifts}, {gift.taker for gift in gifts}
+        if now - self._rest_until > options.cool_down_s_max:
+            self._gave, self._took, self._rest_s = set(), set(), options.cool_down_s
+        elif givers & self._took or takers & self._gave:
+            self._rest_s = min(2 * self._rest_s, options.cool_down_s_max)
+        self._gave |= givers
+        self._took |= takers
+        self._rest_until = now + self._rest_s
 
     def _pays(self, gift: Gift, view: LoadView) -> bool:
         share = given_share(gift.moves)

@@ -49,6 +49,8 @@ class LoadView:
     """Of the ring, in its order."""
     move_rate_bytes_s: float
     """That one shard may take while keys are moved to it."""
+    stretches: Mapping[str, list[tuple[int, int]]]
+    """Shard -> the stretches of the circle that it is the first owner of: first and last point."""
 
     @cached_property
     def mean_ops_s(self) -> float:
@@ -64,11 +66,6 @@ class LoadView:
         """The busiest shard against the mean; 1 = all alike."""
         busiest = max((shard.ops_s for shard in self.shards), default=0.0)
         return busiest / self.mean_ops_s if self.mean_ops_s else 1.0
-
-    @cached_property
-    def stretches(self) -> Mapping[str, list[tuple[int, int]]]:
-        """Shard -> the stretches of the circle that it is the first owner of: first and last point."""
-        return _stretches(self.ring)
 
 
 @dataclass(slots=True)
@@ -87,6 +84,8 @@ class LoadHistory:
 
     def __init__(self) -> None:
         self._shards: dict[str, _Shard] = {}
+        self._measured: tuple[RingMap, _Owned] | None = None
+        """What each shard of the last map is the first owner of."""
 
     def saw(self, node: str, load: ShardLoad, now: float) -> None:
         """From a heartbeat."""
@@ -120,17 +119,16 @@ class LoadHistory:
             for node in ring.shards
         ):
             return None
-        stretches = _stretches(ring)
+        owned = self._owned(ring)
         shards = []
         for node in ring.shards:
             seen = self._shards[node.node]
-            owned = sum(last - first + 1 for first, last in stretches.get(node.node, []))
             held_bytes = seen.load.record_bytes + seen.load.block_bytes + seen.load.disk_bytes
             shards.append(
                 ShardView(
                     node=node.node,
                     weight=node.weight,
-                    share=owned / CIRCLE,
+                    share=owned.shares.get(node.node, 0.0),
                     ops_s=seen.ops_s,
                     trend=(seen.ops_s - seen.slow_ops_s) / (TREND_S - SMOOTH_S),
                     hit_share=seen.hit_share,
@@ -138,11 +136,27 @@ class LoadHistory:
                     held_bytes=held_bytes,
                 )
             )
-        return LoadView(now, ring, tuple(shards), move_rate_bytes_s)
+        return LoadView(now, ring, tuple(shards), move_rate_bytes_s, owned.stretches)
+
+    def _owned(self, ring: RingMap) -> _Owned:
+        if self._measured is None or self._measured[0] is not ring:
+            self._measured = (ring, _Owned.of(ring))
+        return self._measured[1]
 
 
-def _stretches(ring: RingMap) -> dict[str, list[tuple[int, int]]]:
-    found: dict[str, list[tuple[int, int]]] = {}
-    for first, last, owner in Ring.from_map(ring).stretches():
-        found.setdefault(owner, []).append((first, last))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """What each shard of a map is the first owner of."""
+
+    stretches: dict[str, list[tuple[int, int]]]
+    shares: dict[str, float]
+
+    @staticmethod
+    def of(ring: RingMap) -> _Owned:
+        found: dict[str, list[tuple[int, int]]] = {}
+        for first, last, owner in Ring.from_map(ring).stretches:
+            found.setdefault(owner, []).append((first, last))
+        shares = {
+            owner: sum(last - first + 1 for first, last in spans) / CIRCLE for owner, spans in found.items()
+        }
+        return _Owned(found, shares)

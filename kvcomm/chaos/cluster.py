@@ -9,7 +9,7 @@ What is put together comes from :class:`Parts`, so that a test can put a broken 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -277,7 +277,9 @@ class Home(Protocol):
 class Cluster:
     """One simulated cluster, running."""
 
-    def __init__(self, plan: Plan, parts: Parts | None = None) -> None:
+    def __init__(
+        self, plan: Plan, parts: Parts | None = None, *, client_names: Sequence[str] | None = None
+    ) -> None:
         self.plan = plan
         self.parts = parts or Parts()
         self.world = World(plan.seed)
@@ -326,8 +328,8 @@ class Cluster:
         if self.controllers is not None:
             self.controllers.start_all()
         self.clients: list[ClientProcess] = []
-        for index in range(plan.clients):
-            host = self.make_host(f"client{index}")
+        for index, name in enumerate(client_names or [f"client{index}" for index in range(plan.clients)]):
+            host = self.make_host(name)
             host.start(partial(self._client, index))
 
     def client_names(self) -> list[str]:

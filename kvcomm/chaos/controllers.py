@@ -206,6 +206,11 @@ class Controllers:
         process = self.process(name)
         return process is not None and process.leads
 
+    def view(self, name: str) -> ClusterView | None:
+        """What ``name`` knows; ``None`` = it is down."""
+        process = self.process(name)
+        return None if process is None else process.view()
+
     def under_way(self, name: str) -> str:
         """The operation that ``name`` is at, as it says."""
         process = self.process(name)
@@ -305,11 +310,13 @@ class ControllerProcess(ShardProcess):
     def leads(self) -> bool:
         return self._tenure.valid(self.host.clock())
 
+    def view(self) -> ClusterView:
+        """What this controller knows."""
+        return self.controller._view(self.host.clock())
+
     def under_way(self) -> str:
         """The operation that is not over."""
-        (reply,) = self.controller.handle(Received(_NOBODY, ClusterGet()), self.host.clock())
-        assert isinstance(reply, ReplyEffect) and isinstance(reply.message, ClusterView)
-        newest = reply.message.operations[:1]
+        newest = self.view().operations[:1]
         return "".join(f"{each}" for each in newest if each.step not in OVER)
 
     # -- requests
@@ -534,9 +541,10 @@ class Operator:
     def killed(self) -> None:
         """Nobody kills operators."""
 
-    def order(self, message: Message) -> str:
-        """To whoever leads, again and again for a while; what came of it is noted in the history."""
-        self._ask(self._controllers.names[0], message, ORDER_TRIES)
+    def order(self, message: Message, then: Callable[[Message], None] = lambda answer: None) -> str:
+        """To whoever leads, again and again for a while; what came of it is noted in the history, and
+        ``then`` hears it."""
+        self._ask(self._controllers.names[0], message, ORDER_TRIES, then)
         return f"{message}"
 
     def cancel(self) -> str:
@@ -551,7 +559,7 @@ class Operator:
             self._peers.start([ask], self.host.clock() + 2.0, lambda answer: seen(answer.message))
         return "what is under way"
 
-    def _ask(self, name: str, message: Message, tries: int) -> None:
+    def _ask(self, name: str, message: Message, tries: int, then: Callable[[Message], None]) -> None:
         names = self._controllers.names
 
         def answered(answer: Message) -> None:
@@ -559,9 +567,10 @@ class Operator:
             if isinstance(answer, Failure) and lost and tries > 1:
                 known = answer.detail.decode(errors="replace") if answer.code == "not_leader" else ""
                 following = known if known in names else names[(names.index(name) + 1) % len(names)]
-                self.host.after(ORDER_PAUSE_S, lambda: self._ask(following, message, tries - 1))
+                self.host.after(ORDER_PAUSE_S, lambda: self._ask(following, message, tries - 1, then))
             else:
                 self._cluster.note(f"{name} answers {message}: {answer}")
+                then(answer)
 
         self._peers.start(
             [Ask(f"tcp://{name}:1", message)],

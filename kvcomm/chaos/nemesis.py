@@ -40,7 +40,7 @@ class Nemesis:
         if self.plan.faults:
             self._wait()
         if self.plan.orders:
-            self._operator = self._controllers().operator()
+            self._operator = self.controllers.operator()
             self._wait_for_order()
 
     def heal(self) -> None:
@@ -368,7 +368,9 @@ class Nemesis:
 
     # -- controllers, and what they move
 
-    def _controllers(self) -> Controllers:
+    @property
+    def controllers(self) -> Controllers:
+        """Of this cluster."""
         assert self.cluster.controllers is not None, "there are none to be broken"
         return self.cluster.controllers
 
@@ -379,7 +381,7 @@ class Nemesis:
                 self.cluster.start(name)
 
     def _some_controller(self) -> str:
-        return self.draw.choice(self._controllers().names)
+        return self.draw.choice(self.controllers.names)
 
     def _controller_kill(self) -> str:
         name = self._some_controller()
@@ -387,7 +389,7 @@ class Nemesis:
         return name
 
     def _controllers_kill(self) -> str:
-        for name in self._controllers().names:
+        for name in self.controllers.names:
             self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
         return "all of them"
 
@@ -402,14 +404,14 @@ class Nemesis:
     def _controller_cut(self) -> str:
         """From everybody, from the other controllers, or from some shards."""
         name = self._some_controller()
-        others, shards = self._controllers().names, self.cluster.names
+        others, shards = self.controllers.names, self.cluster.names
         far = self.draw.choice(([*others, *shards], others, self.draw.some(shards, len(shards) // 2 + 1)))
         self._cut_for_a_while(isolate(name, far))
         return f"{name} from {far}"
 
     def _controller_disk(self) -> str:
         """Of a minority at a time."""
-        name, controllers = self._some_controller(), self._controllers()
+        name, controllers = self._some_controller(), self.controllers
         if len(controllers.lost_voters() | {name}) > (len(controllers.names) - 1) // 2:
             return "nobody"
         self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
@@ -419,10 +421,10 @@ class Nemesis:
     def _controllers_disks(self) -> str:
         """All at once: the metadata is lost.  Of three, what two lose is lost, and the third does not know
         it: nobody may lose that."""
-        names = self._controllers().names
+        names = self.controllers.names
         for name in names:
             self.cluster.kill(name)
-        self._controllers().lose_all()
+        self.controllers.lose_all()
         for name in names:
             self.cluster.kill(name, self.draw.uniform(0.0, self.plan.fault_for_s))
         return "all of them"
@@ -449,7 +451,7 @@ class Nemesis:
 
     def _mover_cut(self) -> str:
         name = self._some_mover()
-        self._cut_for_a_while(isolate(name, [*self.cluster.names, *self._controllers().names]))
+        self._cut_for_a_while(isolate(name, [*self.cluster.names, *self.controllers.names]))
         return name
 
     def _away(self) -> str:
@@ -470,7 +472,7 @@ class Nemesis:
             self._wait_for_order()
 
     def _running(self) -> list[str]:
-        return sorted(self._controllers().wanted)
+        return sorted(self.controllers.wanted)
 
     def _order_grow(self) -> str:
         return self._operator.order(

@@ -59,6 +59,10 @@ class StrongWorkload:
         self._known: dict[tuple[str, str], StrongValue] = {}
         """By client and key, what it saw last."""
 
+    def use(self, keys: Sequence[str]) -> None:
+        """Go on with these records."""
+        self._keys = list(keys)
+
     def act(self, client: ClientProcess, at: float) -> Act:
         kind, key = client.draw.weighted(self._plan.strong_mix), client.draw.choice(self._keys)
         if kind == "read":

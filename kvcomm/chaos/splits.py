@@ -307,8 +307,8 @@ class Splits:
         )
 
 
-def equal_replicas(cluster: Cluster) -> bool:
-    """Whether all owners of every eventual record have the same."""
+def equal_replicas(cluster: Cluster, prefixes: tuple[str, ...] = ("",)) -> bool:
+    """Whether all owners of every eventual record have the same; of those whose names begin so."""
     from l3_shard.ring import Ring
     from l3_shard.shard import TENANT_BYTES
 
@@ -317,7 +317,8 @@ def equal_replicas(cluster: Cluster) -> bool:
         name: {key: entry[0] for leaf in cluster.disks[name].index.values() for key, entry in leaf.items()}
         for name in cluster.names
     }
-    keys = {key for held in entries.values() for key in held}
+    begins = tuple(prefix.encode() for prefix in prefixes)
+    keys = {key for held in entries.values() for key in held if key[TENANT_BYTES:].startswith(begins)}
     return all(
         len({entries[node].get(key) for node in place.keepers(key[TENANT_BYTES:])}) == 1 for key in keys
     )

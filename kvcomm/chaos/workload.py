@@ -80,6 +80,10 @@ class EventualWorkload:
         self._operations = count() if operations is None else operations
         self._values = count()
 
+    def use(self, keys: Sequence[str]) -> None:
+        """Go on with these records."""
+        self._keys = list(keys)
+
     def act(self, client: ClientProcess, at: float) -> Act:
         kind = client.draw.weighted(self._plan.mix)
         number = next(self._operations)

@@ -32,6 +32,9 @@ WORKERS = 32
 """So many ``Work`` steps of one client block at once; threads of our own, so that neither the application's
 work nor another client's takes them."""
 
+REOPEN_S = 0.4
+"""A connection that takes longer to open has perhaps lost its first packet, which TCP sends again after a
+second and then less and less often: whoever asks next opens another one beside it."""
 BURY_EVERY_S = 0.5
 """How often a connection that is used no more is looked at, until nobody waits for it."""
 
@@ -156,7 +159,7 @@ class AsyncPeers:
         exchange = request.exchange
         self.give_up(request, "no answer in time")
         link = self._links.get(exchange.ask.address)
-        if link is not None and link.session.silent_since(exchange):
+        if link is not None and (link.session.silent_since(exchange) or link.opening_s() >= REOPEN_S):
             self._retire(link)
 
     def _retire(self, link: _Link) -> None:
@@ -331,6 +334,7 @@ class _Link:
         self._stream: FrameStream | None = None
         self._ended = False
         target = parse_address(address)
+        self._began_at = clock()
         self._greet_timer = self._loop.call_later(
             connect_timeout_s, self.end, TimeoutError("no connection and welcome in time")
         )
@@ -343,6 +347,10 @@ class _Link:
     @property
     def ended(self) -> bool:
         return self._ended
+
+    def opening_s(self) -> float:
+        """For how long it has been waiting for its welcome; 0 = it has it."""
+        return self._clock() - self._began_at if self.session.welcome is None else 0.0
 
     @property
     def peer(self) -> Peer:

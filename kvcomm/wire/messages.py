@@ -382,7 +382,7 @@ class TreeDigests(Message, frozen=True):
     digests: Many[int]
     """``FAN_OUT`` a node asked for, one after the other."""
     degraded: bool = False
-    """The answering shard has a new store, and may lack what it has acknowledged."""
+    """The answering shard has a new store or damaged records, and may lack what it has acknowledged."""
 
 
 class LeafGet(Message, frozen=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from controller.controller import Controller, ControllerOptions, Follows, Led, Note, Recall
+from controller.controller import Controller, ControllerOptions, Deposed, Follows, Led, Note, Recall
+from controller.journal import decode_journal
 from kvcomm.machine import ConnectionId, Origin, Received, Reply, Resumed
-from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, Ping, RingGet
-from tests.controller.world import RULES, FakeNode, World, plans
+from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, Ping, RingGet, ScaleOrder
+from tests.controller.world import RULES, FakeNode, NoAnswer, World, plans
 
 
 def started(shards: int = 3, pools: int = 1, **words) -> World:
@@ -239,3 +240,52 @@ def test_who_leads_is_what_the_lease_says(leader: str) -> None:
     view = world.ask("controller-0", ClusterGet())
     assert isinstance(view, ClusterView)
     assert (view.leader, view.term) == (leader, 4)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "suspect_s", "dead_s"), [(2.0, 4.0, 6.0), (0.5, 1.0, 6.0), (10.0, 20.0, 30.0)]
+)
+def test_nobody_is_dead_within_three_heartbeats(heartbeat_s: float, suspect_s: float, dead_s: float) -> None:
+    patience = ControllerOptions(heartbeat_s=heartbeat_s).patience
+    assert (patience.suspect_s, patience.dead_s) == (suspect_s, dead_s)
+
+
+def test_who_left_is_forgotten() -> None:
+    world = started()
+    world.beat("launcher")
+    world.nodes.pop("pool-0")
+    world.launcher.plan = replace(world.launcher.plan, node="launcher-2")
+    world.run(70)
+    view = world.ask("controller-0", ClusterGet())
+    assert isinstance(view, ClusterView)
+    names = [node.node for node in view.nodes]
+    assert "launcher" not in names and "launcher-2" in names
+    assert "pool-0" in names, "it is planned"
+
+
+def test_an_order_that_was_not_noted_when_the_lease_ended_is_unknown() -> None:
+    world = started(4)
+    world.note_outcome = lambda _: "unknown"
+    with pytest.raises(NoAnswer):
+        world.order(ScaleOrder(5))
+    world.deliver("controller-0", Deposed())
+    (answer,) = world.late_replies
+    assert isinstance(answer, Failure) and answer.code == "outcome_unknown"
+
+
+def test_a_leader_that_has_not_begun_takes_no_orders() -> None:
+    world = World(plans(2))
+    world.elect()
+    answer = world.order(ScaleOrder(3))
+    assert isinstance(answer, Failure) and answer.code == "unavailable"
+
+
+def test_a_plan_that_cannot_be_read_is_made_again_from_the_map() -> None:
+    world = started()
+    world.records["plan"] = b"not a plan"
+    world.kill_controller("controller-0")
+    world.start_controller("controller-0")
+    world.elect()
+    world.run(5)
+    assert world.ring.epoch == 1
+    assert {node.node for node in decode_journal(world.records["plan"]).nodes} == set(world.nodes)

@@ -15,7 +15,16 @@ from controller.journal import (
     journal_of,
 )
 from kvcomm.errors import Corrupt
-from kvcomm.wire.messages import NodePlan, PlannedMove, RingMap, RingNode, RingTransition
+from kvcomm.wire.messages import (
+    VALUE_BYTES_MAX,
+    NodePlan,
+    PlannedMove,
+    RingMap,
+    RingNode,
+    RingRange,
+    RingTransition,
+)
+from l3_shard.ring import RANGES_MAX
 
 SHARDS = [NodePlan(f"shard-{index}", "shard", "r") for index in range(3)]
 POOL = NodePlan("pool-0", "pool", "r")
@@ -79,6 +88,18 @@ def test_it_remembers_the_last_operations_and_never_reuses_a_number() -> None:
         each = Operation(number, "move", "what", SHARDS, [])
         journal = journal.begun(each).now(replace(each, step="done"))
     assert [each.number for each in journal.operations] == list(range(31 - OPERATIONS_MAX, 31))
+
+
+def test_a_long_history_of_many_ranges_fits_into_one_record() -> None:
+    ranges = [RingRange(index << 50, (index << 50) + 9, "shard-0") for index in range(RANGES_MAX)]
+    moves = [PlannedMove(f"shard-{index} gets keys", 0.1, 1, 2, 3, 4, 5.0) for index in range(500)]
+    journal = first_journal(SHARDS)
+    for number in range(1, 40):
+        each = Operation(number, "rebalance", "what", SHARDS, ranges, moves=moves)
+        journal = journal.begun(each)
+        if number < 39:
+            journal = journal.now(replace(each, moves=[], step="done"))
+    assert len(encode_journal(journal)) < VALUE_BYTES_MAX / 2
 
 
 def test_two_operations_at_a_time_are_our_mistake() -> None:

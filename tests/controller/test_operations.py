@@ -15,6 +15,7 @@ from kvcomm.wire.messages import (
     Failure,
     Message,
     MoveOrder,
+    NodePlan,
     OperationView,
     OrderAnswer,
     RebalanceOrder,
@@ -22,7 +23,7 @@ from kvcomm.wire.messages import (
     ScaleOrder,
     ShardLoad,
 )
-from tests.controller.world import KEYS, NoAnswer, World, plans
+from tests.controller.world import KEYS, FakeNode, NoAnswer, World, plans
 
 RULES = RingRules(replicas=3, write_quorum=2, read_quorum=2, block_copies=1)
 OPTIONS = ControllerOptions(replace_after_s=60.0, give_up_after_s=30.0)
@@ -78,6 +79,23 @@ def test_scaling_out_adds_shards_and_moves_keys_to_them() -> None:
     assert shards(world) == [f"shard-{index}" for index in range(6)]
     assert world.nodes["shard-5"].store
     assert [epoch for epoch, ring in world.maps.items() if ring.transition is not None], "it was a transition"
+    settled(world)
+
+
+def test_a_new_shard_may_turn_out_to_be_in_another_rack() -> None:
+    world = started()
+    start = world.start
+
+    def elsewhere(plan: NodePlan) -> FakeNode:
+        node = start(plan)
+        if plan.node == "shard-4":
+            node.plan = NodePlan(plan.node, plan.role, "rack-7")
+        return node
+
+    world.start = elsewhere  # type: ignore[method-assign]
+    accepted(world.order(ScaleOrder(5)))
+    world.run(30)
+    assert last(world).step == "done"
     settled(world)
 
 
@@ -225,6 +243,7 @@ def test_an_order_is_answered_when_it_is_noted() -> None:
     assert world.late_replies == [OrderAnswer(1, last(world).moves)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", range(0, 16, 1))
 def test_cancelling_at_any_time_ends_where_it_began_or_where_it_went(wait_s: int) -> None:
     world = started()
@@ -301,6 +320,7 @@ def test_too_few_shards_to_go_on_without_one_is_said() -> None:
     assert len(shards(world)) == 3
 
 
+@pytest.mark.slow
 def test_a_shard_that_slept_through_a_move_comes_back_clean() -> None:
     world = started(5)
     world.kill("shard-3")
@@ -319,7 +339,7 @@ def test_no_transition_begins_with_a_shard_that_is_not_clean() -> None:
     accepted(world.order(ScaleOrder(5)))
     world.run(10)
     assert world.ring.transition is None and world.ring.epoch == 1
-    assert last(world).trouble == "shard-2 still keeps what an earlier move took away from it"
+    assert last(world).trouble == "waits for shard-2 to drop what an earlier move took away"
 
 
 def test_progress_and_the_time_that_is_left() -> None:
@@ -354,6 +374,7 @@ def leader_dies_at(world: World, at_note: int) -> None:
     world.on_note = noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_note", range(1, 16))
 @pytest.mark.parametrize("order", [ScaleOrder(5), DrainOrder("shard-2")])
 def test_the_leader_dies_at_every_step_of_a_move(at_note: int, order: Message) -> None:
@@ -379,6 +400,7 @@ def test_the_leader_dies_at_every_step_of_a_move(at_note: int, order: Message) -
     settled(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_s", range(1, 15))
 def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     world = started()
@@ -397,6 +419,7 @@ def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     settled(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["shard-0", "shard-4"])
 @pytest.mark.parametrize("at_s", range(1, 15, 2))
 def test_a_source_or_target_dies_in_the_middle_and_comes_back(victim: str, at_s: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 from msgspec.structs import replace
 
@@ -43,9 +45,8 @@ def test_each_record_is_counted_once() -> None:
     }
     assert Holdings.of(loads, RING) == Holdings(1000, 10_000, 50, 500)
     del loads["shard-0"]
-    assert Holdings.of(loads, RING) == Holdings(
-        pytest.approx(1000), pytest.approx(10_000), pytest.approx(50), pytest.approx(500)
-    ), "a shard that is not heard holds as much as the others"
+    without = astuple(Holdings.of(loads, RING))
+    assert without == pytest.approx((1000, 10_000, 50, 500)), "who is not heard holds as much as the others"
     assert Holdings.of({}, RING) == Holdings()
 
 

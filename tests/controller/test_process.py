@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from controller import metadata
 from controller.controller import Controller, ControllerOptions
 from controller.metadata import metadata_ring
 from controller.placement import RingRules
@@ -200,6 +201,20 @@ def test_the_groups_ring_is_never_the_clusters() -> None:
             assert await group.ask("controller-0", RingGet()) == metadata_ring(["controller-0"])
 
     story(["controller-0"], tell)
+
+
+def test_a_controller_that_waits_for_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metadata, "VOTE_PATIENCE_S", 0.05)
+
+    async def tell(group: Group) -> None:
+        async with group.running("controller-1") as running:
+            await until(lambda: "controller-1 has no vote yet" in caplog.text)
+            assert running.term == 0
+            assert (await group.beat("controller-1", 1)).leader == ""
+
+    story(["controller-0", "controller-1", "controller-2"], tell)
 
 
 def test_two_processes_never_are_one_controller() -> None:

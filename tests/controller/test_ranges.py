@@ -52,7 +52,7 @@ def test_joined_sorts() -> None:
 
 def test_only_ranges_that_change_something_are_needed() -> None:
     shards = [RingNode(f"shard-{index}", "", "", "", "r", 1) for index in range(3)]
-    first, last, owner = Ring.from_map(RingMap(1, 1, 1, 1, 1, shards, [])).stretches()[7]
+    first, last, owner = Ring.from_map(RingMap(1, 1, 1, 1, 1, shards, [])).stretches[7]
     other = next(shard.node for shard in shards if shard.node != owner)
     idle = RingRange(first, last, owner)
     useful = RingRange(first, last, other)

@@ -239,7 +239,7 @@ def _never(*_: object, **__: object) -> str:
 
 def _without_readiness(moving: Moving) -> str:
     trouble = SERVE(moving)
-    return "" if "does not have all" in trouble else trouble
+    return "" if "get all that they gain" in trouble else trouble
 
 
 SERVE = Moving._serve

@@ -368,6 +368,8 @@ class World:
             machine = self.controllers[name]
             effects = machine.handle(events.pop(0), self.now)
             machine.check()
+            due = machine.deadline()
+            assert due is not None and due > self.now, "it would be called without end"
             for effect in effects:
                 events += self.perform(name, effect)
 

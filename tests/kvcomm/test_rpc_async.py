@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcomm.errors import ConfigError, Unauthenticated, Unavailable
-from kvcomm.rpc import AsyncPeers, Identity, iterate_async, run_async
+from kvcomm.rpc import AsyncPeers, Identity, asynchronous, iterate_async, run_async
 from kvcomm.rpc.asynchronous import WORKERS
 from kvcomm.steps import Answer, Ask, Emit, Steps, Submit, Wait, Work, ask_all
 from kvcomm.wire.frames import encode_frame
@@ -507,6 +508,41 @@ def test_a_connection_that_is_silent_for_a_request_s_time_is_used_no_more(servic
                 await eventually(lambda: len(service.ended) == 1)
 
         run(main())
+
+
+def test_a_connection_that_does_not_open_is_not_waited_for_by_those_who_come_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its first packet may be lost.  It goes on being opened beside the new one."""
+    path = tmp_path / "mute.sock"
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(path))
+        mute.listen(8)
+        mute.setblocking(False)
+
+        def accepted() -> int:
+            with suppress(BlockingIOError):
+                while True:
+                    connections.append(mute.accept()[0])
+            return len(connections)
+
+        async def main() -> None:
+            address = f"unix://{path}"
+            async with peers_of(connect_timeout_s=10.0) as peers:
+                patient = peers.start([Ask(address, PING)], soon())[0]
+                for reopen_s, count in ((3600.0, 1), (0.0, 1), (3600.0, 2)):
+                    monkeypatch.setattr(asynchronous, "REOPEN_S", reopen_s)
+                    hasty = run_async(ask(Ask(address, PING)), peers, soon(0.02))
+                    assert code(await hasty) == "unavailable"
+                    assert accepted() == count
+                assert patient.exchange.answer is None
+
+        connections: list[socket.socket] = []
+        try:
+            run(main())
+        finally:
+            for each in connections:
+                each.close()
 
 
 def test_a_connection_that_answers_others_in_time_is_kept(service: KeyValues) -> None:

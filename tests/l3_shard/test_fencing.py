@@ -277,6 +277,7 @@ STALE_BLOCKS: list[Message] = [
     BlockFilterGet(OLD),
 ]
 NOT_REQUESTS = {"Welcome", "BlockFilter", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer"}
+NOT_REQUESTS = {"Welcome", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer", "BlockFilter"}
 """They tell an epoch and do nothing by it."""
 
 

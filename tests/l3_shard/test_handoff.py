@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcomm.machine import Answered, AskPeer, Effect, Reply, Tick
 from kvcomm.wire.messages import (
     Done,
@@ -28,7 +30,7 @@ from l3_shard.ring import encode_map
 from l3_shard.shard import Shard
 from l3_shard.storage import Entry, Load, Loaded, Persist, Persisted, Survey, Surveyed, Sweep, Swept
 from l3_shard.tombstones import dead_since
-from tests.l3_shard.cluster import NODE_TENANT, TENANT
+from tests.l3_shard.cluster import NODE_TENANT, TENANT, ring_map
 from tests.l3_shard.test_shard import DRAWN, ME, ONE, OTHER, STAMP, Bench, K, asks_of, origin, put, ticket_of
 
 OPTIONS = RepairOptions(interval_s=1_000.0)
@@ -332,3 +334,17 @@ def test_a_record_that_a_replica_cannot_merge_holds_up_neither_hints_nor_compari
                 assert sorted(delivered) == [keys[0], keys[2]] and counts.hints["void"] == 1
                 return
     raise AssertionError("no comparison")
+
+
+@pytest.mark.parametrize(("new", "damaged"), [(False, False), (False, True), (True, False)])
+def test_a_shard_vouches_for_its_tree_unless_its_disk_is_new_or_has_damaged_records(
+    new: bool, damaged: bool
+) -> None:
+    bench = RepairBench({b"map": encode_map(ring_map("abc"))} if new else None)
+    bench.settled(bench.on(Tick(), 0.0), 0.0)
+    (load,) = bench.ask(RecordFetch(1, [K]), tenant=NODE_TENANT)
+    bench.on(Loaded(ticket_of(load), (None,), (K,) if damaged else ()))
+    answers = bench.settled(bench.ask(TreeGet(1, "b", 0, [0]), request=7, tenant=NODE_TENANT), 0.0)
+    (reply,) = [each for each in answers if isinstance(each, Reply)]
+    assert isinstance(reply.message, TreeDigests)
+    assert reply.message.degraded == (new or damaged)

@@ -64,12 +64,13 @@ def test_ready_is_whoever_has_heard_from_enough(
 
 def test_who_cannot_vouch_makes_nobody_ready_but_lets_a_new_disk_catch_up() -> None:
     readiness = Readiness("d", Ring(transition("abc", "abd", "copy", 2)))
-    assert not readiness.ready and readiness.wants("a") and not readiness.wants("d")
+    assert [readiness.wants(node) for node in "abcd"] == [True, True, True, False]
     readiness.compared("a", vouched=False)
     readiness.compared("b", vouched=True)
-    assert not readiness.ready and readiness.caught_up and readiness.wants("a") and not readiness.wants("b")
+    assert (readiness.ready, readiness.caught_up) == (False, True)
+    assert [readiness.wants(node) for node in "abc"] == [True, False, True]
     readiness.compared("c", vouched=True)
-    assert readiness.ready and not readiness.wants("a")
+    assert (readiness.ready, readiness.wants("a")) == (True, False)
 
 
 def test_who_gains_nothing_is_ready_at_once() -> None:

@@ -324,7 +324,7 @@ def test_flows_measure_the_circle(now, then, count):
 def test_stretches_are_the_circle_with_its_first_owners(shards, one, other):
     given_away = [RingRange(min(one, other), max(one, other), shards[-1].node)]
     ring = Ring.from_map(RingMap(1, 3, 2, 1, 1, shards, [], given_away))
-    stretches = ring.stretches()
+    stretches = ring.stretches
     assert stretches[0][0] == 0 and stretches[-1][1] == POINT_MAX
     for (_, last, owner), (first, _, following) in pairwise(stretches):
         assert first == last + 1 and owner != following

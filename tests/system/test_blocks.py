@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -354,3 +355,44 @@ def test_status_tells_of_the_disk(tmp_path: Path) -> None:
         eventually(lambda: all(state(node) == "on" and written(node) for node in shards_of(cluster)))
         shown = CliRunner().invoke(app, ["status", "--instance", cluster.instance.name])
         assert shown.exit_code == 0 and shown.output.count(" disk on: ") == 3, shown.output
+
+
+# -- the ring changes
+
+
+def order(cluster: Cluster, *arguments: str) -> None:
+    """An operator's, carried out to its end."""
+    command = [sys.executable, "-m", "kvcomm.cli", *arguments, "--instance", cluster.instance.name]
+    done = subprocess.run(
+        [*command, "--deadline", "60"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_blocks_move_with_the_ring_also_those_that_only_a_disk_has(
+    tmp_path: Path,
+) -> None:
+    """A shard comes, then one goes that had more on its disk than the others have memory; every block is had
+    after both, and nobody keeps what it does not own."""
+    namespace = make_namespace("moves", block_kib=256)
+    with cluster_with(tmp_path, copies=1, memory="4MiB", disk=tmp_path / "disk") as cluster:
+        keys = keys_of(cluster, namespace)
+        with cluster.client() as kv:
+            publish(kv, namespace)
+            eventually(lambda: fetched(kv, namespace) == BLOCKS)
+            order(cluster, "scale", "--shards", "4")
+            assert fetched(kv, namespace) == BLOCKS
+            check_owners(cluster, keys, 4)
+            order(cluster, "drain", "shard-0")
+            assert fetched(kv, namespace) == BLOCKS
+            check_owners(cluster, keys, 3)
+
+
+def check_owners(cluster: Cluster, keys: Sequence[BlockKey], count: int) -> None:
+    eventually(lambda: len(shards_of(cluster)) == count)
+    ring = cluster.instance.ring()
+    assert ring is not None and ring.transition is None
+    owners = {key: set(Ring.from_map(ring).block_owners(key)) for key in keys}
+    for node in shards_of(cluster):
+        there = {key for key, here in zip(keys, present(cluster, node, keys), strict=True) if here}
+        assert there == {key for key in keys if node.node in owners[key]}, node.node
