@@ -276,7 +276,6 @@ STALE_BLOCKS: list[Message] = [
     BlockHoldings(OLD, "b", b"", 1),
     BlockFilterGet(OLD),
 ]
-NOT_REQUESTS = {"Welcome", "BlockFilter", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer"}
 NOT_REQUESTS = {"Welcome", "RingMap", "RingTaken", "Heartbeat", "HeartbeatAnswer", "BlockFilter"}
 """They tell an epoch and do nothing by it."""
 
