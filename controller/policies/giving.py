@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from controller.policies.port import Move
 from controller.policies.view import CIRCLE, LoadView
 
-STRETCHES_MAX = 64
+STRETCHES_MAX = 128
 """Stretches that one plan gives away: each becomes a range of the map."""
 
 

@@ -7,7 +7,7 @@ throughput cap as the bytes need, giving relieves the giver, for as long as the 
 taken to be ``horizon_s``.
 
 A load that wanders would still be run after, once in a cool-down.  So when a shard is to give that took
-lately, or to take that gave lately, the rest after it is twice as long as the one before.
+within ``memory_s``, or to take that gave, the rest after it is twice as long as the one before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ class ThresholdOptions:
 
     high: float = 1.3
     low: float = 1.1
-    sustain_s: float = 120.0
-    cool_down_s: float = 180.0
+    sustain_s: float = 60.0
+    cool_down_s: float = 90.0
     cool_down_s_max: float = 7200.0
+    memory_s: float = 900.0
+    """A move that takes back an older one than this follows a load that has changed, and no wave."""
     horizon_s: float = 1800.0
     ops_s_min: float = 50.0
     """A mean load below this is no reason to move anything."""
-    moves_max: int = 3
+    moves_max: int = 1
     """Pairs of giver and taker in one plan."""
     stretches_max: int = STRETCHES_MAX
     """Of one pair."""
@@ -59,9 +61,9 @@ class Threshold:
         self._over_since: dict[str, float] = {}
         self._rest_s = self._options.cool_down_s
         self._rest_until = 0.0
-        self._gave: set[str] = set()
-        self._took: set[str] = set()
-        """In the last plans, since the load last came to rest."""
+        self._gave: dict[str, float] = {}
+        self._took: dict[str, float] = {}
+        """Shard -> when its last rest was over in which it had just given, or taken."""
 
     def plan(self, view: LoadView) -> list[Move]:
         options = self._options
@@ -81,14 +83,15 @@ class Threshold:
     def _rest(self, gifts: list[Gift], now: float) -> None:
         """After these; longer when they take back some of what was done before."""
         options = self._options
-        givers, takers = {gift.giver for gift in gifts}, {gift.taker for gift in gifts}
-        if now - self._rest_until > options.cool_down_s_max:
-            self._gave, self._took, self._rest_s = set(), set(), options.cool_down_s
-        elif givers & self._took or takers & self._gave:
-            self._rest_s = min(2 * self._rest_s, options.cool_down_s_max)
-        self._gave |= givers
-        self._took |= takers
+        givers, takers = [gift.giver for gift in gifts], [gift.taker for gift in gifts]
+        since = now - options.memory_s
+        wave = any(self._took.get(node, since) > since for node in givers) or any(
+            self._gave.get(node, since) > since for node in takers
+        )
+        self._rest_s = min(2 * self._rest_s, options.cool_down_s_max) if wave else options.cool_down_s
         self._rest_until = now + self._rest_s
+        self._gave.update(dict.fromkeys(givers, self._rest_until))
+        self._took.update(dict.fromkeys(takers, self._rest_until))
 
     def _pays(self, gift: Gift, view: LoadView) -> bool:
         share = given_share(gift.moves)

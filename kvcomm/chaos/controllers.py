@@ -168,6 +168,7 @@ class Controllers:
         """Who led in each term."""
         self.wanted: dict[str, NodePlan] = {node.node: node for node in self.initial}
         """Shards that the plan names, as the launcher knows."""
+        self.operator_count = 0
         self._emptied: set[str] = set()
 
     def start_all(self) -> None:
@@ -312,7 +313,7 @@ class ControllerProcess(ShardProcess):
 
     def view(self) -> ClusterView:
         """What this controller knows."""
-        return self.controller._view(self.host.clock())
+        return self.controller.view(self.host.clock())
 
     def under_way(self) -> str:
         """The operation that is not over."""
@@ -530,7 +531,8 @@ class Operator:
 
     def __init__(self, cluster: Cluster, controllers: Controllers) -> None:
         self._cluster, self._controllers = cluster, controllers
-        self.host = cluster.make_host("operator")
+        self.host = cluster.make_host(f"operator{controllers.operator_count}")
+        controllers.operator_count += 1
         self.host.start(self._boot)
 
     def _boot(self, host: Host) -> Operator:
@@ -541,10 +543,12 @@ class Operator:
     def killed(self) -> None:
         """Nobody kills operators."""
 
-    def order(self, message: Message, then: Callable[[Message], None] = lambda answer: None) -> str:
+    def order(
+        self, message: Message, then: Callable[[Message], None] = lambda answer: None, *, first: str = ""
+    ) -> str:
         """To whoever leads, again and again for a while; what came of it is noted in the history, and
-        ``then`` hears it."""
-        self._ask(self._controllers.names[0], message, ORDER_TRIES, then)
+        ``then`` hears it.  ``first``: whom to ask first."""
+        self._ask(first or self._controllers.names[0], message, ORDER_TRIES, then)
         return f"{message}"
 
     def cancel(self) -> str:

@@ -15,14 +15,17 @@ from xxhash import xxh3_64_hexdigest
 
 from kvcomm.chaos.history import History
 from kvcomm.chaos.keys import clients_of
-from kvcomm.chaos.measures import measure, plan_of
+from kvcomm.chaos.measures import measure
 from kvcomm.chaos.nemesis import Nemesis
 from kvcomm.chaos.observed import Episode, Mark, Observed, Sample
+from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import StrongWorkload
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
     LEADER,
+    OPERATION_STEPS,
     AnyStep,
+    ControllerOrder,
     Cut,
     Drain,
     Heal,
@@ -41,18 +44,18 @@ from kvcomm.chaos.shapes import Cut as Direction
 from kvcomm.chaos.shapes import cuts_of, sides
 from kvcomm.chaos.splits import SplitWork, equal_replicas
 from kvcomm.chaos.workload import Act, EventualWorkload
-from kvcomm.wire.messages import DrainOrder, Message, MoveOrder, OrderAnswer, ScaleOrder
+from kvcomm.wire.messages import ClusterView, DrainOrder, Message, MoveOrder, OrderAnswer, ScaleOrder
 
 if TYPE_CHECKING:
     from kvcomm.chaos.cluster import ClientProcess, Cluster
     from kvcomm.chaos.eventual import Ending
-    from kvcomm.chaos.plan import Plan
     from kvcomm.chaos.watch import Violation
 
 LOOK_S = 0.05
 SAMPLE_S = 0.25
 FOUNDED_WITHIN_S = 60.0
 QUIET_S = 8.0
+ORDER_WITHIN_S = 60.0
 POINT_MAX = (1 << 64) - 1
 REPAIR_INTERVAL_S = 60.0
 """As shipped."""
@@ -118,9 +121,15 @@ class _Story:
             for kind, count in (("eventual", load.eventual), ("strong", load.strong))
             for name in clients_of(node, kind, count)
         ]
-        plan = replace(
-            plan_of(scenario),
+        shards = scenario.shards or scenario.nodes
+        replicas = min(scenario.replicas, shards)
+        self._quorums = (replicas, replicas // 2 + 1, replicas // 2 + 1)
+        plan = Plan(
             seed=seed,
+            shards=shards,
+            replicas=replicas,
+            write_quorum=replicas // 2 + 1,
+            read_quorum=replicas // 2 + 1,
             clients=len(names),
             keys=load.keys,
             registers=load.keys,
@@ -129,6 +138,7 @@ class _Story:
             quiet_s=QUIET_S,
             operation_timeout_s=load.deadline_s,
             strong_percent=50 if load.strong else 0,
+            mix=(("get", 4), ("put", 4), ("blind", 1), ("delete", 1)),
             controllers=scenario.controllers,
             repair_interval_s=REPAIR_INTERVAL_S,
             replace_after_s=600.0,
@@ -149,7 +159,11 @@ class _Story:
         self._healed_at: float | None = None
         self._equal_at: float | None = None
         self._open: set[int] = set()
-        self._taken = self._done = self._refused = 0
+        self._doing: dict[int, str] = {}
+        """What the controllers say of each order."""
+        self._at: dict[int, str] = {}
+        """At which step it is."""
+        self._taken = self._done = self._undone = self._refused = 0
 
     def tell(self) -> Observed:
         from kvcomm.chaos.simulation import ending
@@ -160,6 +174,7 @@ class _Story:
         self._work.begin()
         for step in scenario.steps:
             self._run(self._begin + step.at_s)
+            self._await(step)
             self._do(step)
         self._run(self._begin + scenario.end_s)
         self._work.stop()
@@ -183,7 +198,8 @@ class _Story:
             None if self._equal_at is None else self._equal_at - healed_at,
             () if self._equal_at is not None else ("some owners of a record differ",),
             {key: [self._host_of(node) for node in nodes] for key, nodes in self._owners().items()},
-            self._taken, self._done, self._refused,
+            self._quorums, self._taken, self._done, self._undone, self._refused,
+            [self._doing[number] for number in sorted(self._open)],
         )  # fmt: skip
 
     def _owners(self) -> dict[str, Sequence[str]]:
@@ -234,6 +250,21 @@ class _Story:
         return self._leader()
 
     # -- the steps
+
+    def _await(self, step: AnyStep) -> None:
+        """What a step waits for: that orders have been carried out, or are so far."""
+        until = self.cluster.world.now + ORDER_WITHIN_S
+        while self._open and self.cluster.world.now < until and self._waits(step):
+            self._run(self.cluster.world.now + LOOK_S)
+
+    def _waits(self, step: AnyStep) -> bool:
+        if isinstance(step, ControllerOrder):
+            return step.waits
+        if not isinstance(step, Kill) or step.when is None:
+            return False
+        wanted = OPERATION_STEPS.index(step.when)
+        steps = {self._at.get(number, OPERATION_STEPS[0]) for number in self._open}
+        return all(each in OPERATION_STEPS and OPERATION_STEPS.index(each) < wanted for each in steps)
 
     def _do(self, step: AnyStep) -> None:
         nemesis, what = self._nemesis, type(step).__name__.lower()
@@ -347,6 +378,7 @@ class _Story:
             elif answer.operation:
                 self._taken += 1
                 self._open.add(answer.operation)
+                self._doing[answer.operation] = what
 
         self._marks.append(Mark(self.cluster.world.now, what, "order"))
         self._operator.order(message, answered)
@@ -366,6 +398,21 @@ class _Story:
             if self._equal_at is None and not self._broken and equal_replicas(self.cluster, past):
                 self._equal_at = world.now
 
+    def _follow(self, view: ClusterView) -> None:
+        """See which orders have been carried out."""
+        for each in view.operations:
+            if each.operation not in self._open:
+                continue
+            self._doing[each.operation] = f"{each.what}: {each.step} {each.trouble}".strip()
+            self._at[each.operation] = each.step
+            if each.step in OVER:
+                self._open.discard(each.operation)
+                self._done += each.step == "done"
+                self._undone += each.step != "done"
+                self._marks.append(
+                    Mark(self.cluster.world.now, f"order {each.operation} {each.step}", "order")
+                )
+
     def _sample(self) -> None:
         from l3_shard.ring import encode_map
 
@@ -377,11 +424,7 @@ class _Story:
                 self._samples.append(
                     Sample(now, self._host_of(node), leader=view.leader, term=view.term, mode=view.mode)
                 )
-                done = {each.operation for each in view.operations if each.step in OVER}
-                self._done += sum(
-                    each.operation in self._open and each.step == "done" for each in view.operations
-                )
-                self._open -= done
+                self._follow(view)
             elif shard is not None and shard.machine.ring.epoch:
                 ring_map = shard.machine.ring.to_map()
                 digest = xxh3_64_hexdigest(encode_map(ring_map))

@@ -707,12 +707,14 @@ def caught_at(bug: Planted) -> int | None:
 
 def main(names: Sequence[str]) -> int:
     """Try every bug, or those that are named; how many were missed."""
-    missed = 0
-    for name in names or PLANTED:
-        bug = PLANTED[name]
+    from tests.sim.planted_moves import MASKED_MOVES, MOVES
+
+    missed, masked, planted = 0, MASKED | MASKED_MOVES, PLANTED | MOVES
+    for name in names or planted:
+        bug = planted[name]
         seed = caught_at(bug)
-        missed += seed is None and name not in MASKED
-        because = f" ({MASKED[name]})" if name in MASKED else ""
+        missed += seed is None and name not in masked
+        because = f" ({masked[name]})" if name in masked else ""
         verdict = f"missed in {SEEDS_MAX} seeds{because}" if seed is None else f"caught at seed {seed}"
         sys.stdout.write(f"{name:32} {verdict}\n")
         sys.stdout.flush()

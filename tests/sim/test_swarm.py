@@ -14,6 +14,7 @@ from kvcomm.chaos.plan import Mode
 from kvcomm.chaos.simulation import Result
 from kvcomm.chaos.watch import Violation
 from tests.sim.planted import MASKED, PLANTED, SEEDS_MAX, STRONG, caught_at
+from tests.sim.planted_moves import MASKED_MOVES, MOVES
 
 
 def explain(result: Result) -> str:
@@ -92,8 +93,19 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     assert caught_at(PLANTED[name]) is not None, PLANTED[name].lie
 
 
+QUICK_MOVES = ("write quorum of one group", "ready without comparing", "map handed out before it is noted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK_MOVES)
+def test_a_planted_bug_of_moves_is_caught(name: str) -> None:
+    assert caught_at(MOVES[name]) is not None, MOVES[name].lie
+
+
 def test_there_are_enough_planted_bugs() -> None:
     assert len(PLANTED) >= 15
     assert len(STRONG) >= 10
     assert set(MASKED) < set(STRONG), "each with the reason why nothing shows it"
+    assert len(MOVES) >= 12
+    assert set(MASKED_MOVES) < set(MOVES)
     assert SEEDS_MAX == 200

@@ -150,7 +150,7 @@ def test_a_load_that_wanders_is_run_after_ever_less_often() -> None:
         cluster.factors = {node: 2.0 if node == busy else 1.0 for node in cluster.factors}
         cluster.run(300, EVEN)
     times = [at for at, _ in cluster.plans]
-    assert 2 <= len(times) <= 7, "not one a turn"
+    assert 2 <= len(times) <= 10, "not one a turn"
     rests = [after - before for before, after in pairwise(times)]
     assert min(rests) >= options.cool_down_s
     assert max(rests) >= 4 * options.cool_down_s
