@@ -33,6 +33,7 @@ from controller.roster import Roster
 from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.machine import AskPeer, Effect, Event, Origin, Reply, Ticket
 from kvcomm.wire.messages import (
+    CancelOrder,
     Failure,
     Heartbeat,
     Message,
@@ -169,6 +170,10 @@ class Lead:
         """Answered when it is noted: what was answered is not forgotten with this process."""
         if self.ring is None or self.journal is None or self._lost:
             return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
+        if isinstance(message, CancelOrder) and self._notebook.pending("ring"):
+            # It may be the map with which the operation is done: to end it as taken back would end the
+            # shards that joined by it.
+            return [_failed(origin, Unavailable("the next map is being noted: try again"))]
         try:
             answer, journal = self._conductor.order(message, self.journal, self.ring, now)
         except KVCommError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Literal
 
 import pytest
 
@@ -23,6 +24,7 @@ from kvcomm.wire.messages import (
     ScaleOrder,
     ShardLoad,
 )
+from l3_shard.ring import decode_map
 from tests.controller.world import KEYS, FakeNode, NoAnswer, World, plans
 
 RULES = RingRules(replicas=3, write_quorum=2, read_quorum=2, block_copies=1)
@@ -262,6 +264,24 @@ def test_cancelling_at_any_time_ends_where_it_began_or_where_it_went(wait_s: int
         assert last(world).step == "cancelled" and len(shards(world)) == 4
     else:
         assert last(world).step == "done" and len(shards(world)) == 5
+    settled(world)
+
+
+def test_cancelling_while_the_last_map_is_noted_does_not_end_the_shards_that_it_holds() -> None:
+    world = started()
+
+    def stalls(note: Note) -> Literal["done", "unknown"]:
+        arrives = note.name == "ring" and len(decode_map(note.value).shards) == 5
+        return "unknown" if arrives else "done"
+
+    world.note_outcome = stalls
+    number = accepted(world.order(ScaleOrder(5)))
+    world.run(30)
+    assert last(world).step == "serving"
+    assert "being noted" in refused(world.order(CancelOrder(number)))
+    world.note_outcome = lambda _: "done"
+    world.run(30)
+    assert last(world).step == "done" and len(shards(world)) == 5
     settled(world)
 
 
