@@ -15,6 +15,11 @@ what was recalled: from then on no leader before can note anything.
 **After a loss of the records** somebody may work by an epoch that nobody alive has told of.  The newest map
 of those that are heard is gone on with when more than half of its shards are heard and those that are not
 could not have carried a transition through without them, at a number that no unseen epoch can reach.
+
+**The first map is for all.**  A shard whose first map is a later one takes itself for one that has lost its
+disk, and asks the others what it had (``l3_shard.entering``): two of three that do so wait for each other for
+ever.  So no other map is issued, not even for new addresses, before every shard that lives has taken the
+first, and of those that do not so many that they can tell the rest.
 """
 
 from __future__ import annotations
@@ -45,8 +50,10 @@ from kvcomm.wire.messages import (
     RingOffer,
     RingTaken,
 )
+from l3_shard.quorum import majority
 from l3_shard.ring import Ring, decode_map, encode_map
 
+FIRST_EPOCH = 1
 EPOCH_GAP = 1000
 """No leader issues so many maps that nobody alive has heard of."""
 RECALL_S = 5.0
@@ -304,7 +311,7 @@ class Lead:
 
     def _go_on(self, ring: RingMap, now: float) -> None:
         """The journal is noted first, then the map that it is for."""
-        if self.journal is None or self._notebook.pending("plan"):
+        if self.journal is None or self._notebook.pending("plan") or not self._begun(ring, now):
             return
         decision = self._conductor.next(self.journal, ring, now)
         if decision.journal != self.journal:
@@ -321,6 +328,17 @@ class Lead:
             self._differs_at = now
         if now >= self._differs_at + SETTLE_S:
             self._issue(replace(wanted, epoch=ring.epoch + 1))
+
+    def _begun(self, ring: RingMap, now: float) -> bool:
+        """Whether the first map has reached enough shards for another one; see the module."""
+        if ring.epoch != FIRST_EPOCH:
+            return True
+        shards = placement.shards_of(ring)
+        waiting = [node for node in shards if self._roster.epoch(node) < FIRST_EPOCH]
+        if not all(self._roster.liveness.gone(node, now) for node in waiting):
+            return False
+        groups = Ring.from_map(ring).groups() if waiting else []
+        return all(len({*group} - {*waiting}) >= majority(group[1:]) for group in groups)
 
     @property
     def _differs_due(self) -> float | None:

@@ -9,6 +9,9 @@ drawn when the database is made, and to the *membership* stored in it::
         └──────────(else, or the membership names another     ┘   (``quorum.informed``)
                     member: the database is new or a copy)
 
+A first map that was kept (``l3_shard.keptmap``) in a database without a membership counts as the first: its
+shard ended before the membership was written.
+
 A membership whose own bytes are damaged is no membership, and its shard a stranger.
 
 A stranger or candidate enters in two passes over the other shards:
@@ -211,6 +214,7 @@ class Entering:
 
     Args:
         member: id of this shard's database.
+        kept: the newest ring that was kept in it.
         ring: the newest.
         refused: hears of every ``Failure`` that a peer answered.
         moved: called when the configuration has become another one.
@@ -223,6 +227,7 @@ class Entering:
         *,
         node: str,
         member: str,
+        kept: Ring,
         ring: Callable[[], Ring],
         refused: Callable[[Message], None],
         moved: Callable[[], None],
@@ -246,6 +251,7 @@ class Entering:
         """What of these is on the disk: maps, floor, entry, dropped, void."""
         self._desk, self._lines = desk, lines
         self._node, self._member, self._ring, self._refused = node, member, ring, refused
+        self._first = kept if kept.epoch == FIRST_EPOCH else None
         self._state: Literal["new", "loading", "stranger", "candidate", "voter", "failed"] = "new"
         self._known = 0
         """Our entries so far, as far as anybody has told."""
@@ -408,6 +414,7 @@ class Entering:
         self._state, self._copy = "stranger", local.damaged
         if stored is None or local.damaged:
             return
+        self._first = None
         self.entries, self._floor = dict(stored.entries), stored.floor
         self._copy = stored.member != self._member
         self._wipes = not self._copy and not stored.entry
@@ -428,8 +435,9 @@ class Entering:
         ring = self._ring()
         if not ring.names:
             return
-        if self._state == "stranger" and ring.epoch == FIRST_EPOCH and not self._copy:
-            self.configuration = Configuration(ring)
+        first = ring if ring.epoch == FIRST_EPOCH else self._first
+        if self._state == "stranger" and first is not None and not self._copy:
+            self.configuration = Configuration(first)
             self._store("candidate")
             return
         if self._wipes:

@@ -130,7 +130,9 @@ class RecordProcess:
                 limits=options.limits,
                 repair=options.repair,
                 notes=store.notes(),
-                strong=StrongIdentity(strong_store.replica, incarnation, random.random),
+                strong=StrongIdentity(
+                    strong_store.replica, incarnation, random.random, notes=strong_store.notes()
+                ),
                 validators=options.validators,
                 watch=options.watch,
             )

@@ -278,7 +278,7 @@ class Shard:
     ) -> None:
         self.node = node
         self.replica = replica
-        kept = kept_map(notes or {})
+        kept = kept_map(notes or {}, {} if strong is None else strong.notes)
         self.ring = Ring.from_map(kept if kept.epoch > ring_map.epoch else ring_map)
         self._node_tenant = node_tenant
         self._origin_ms = origin_ms
@@ -315,10 +315,15 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
-        self._kept = KeptMap(
-            kept, lambda: self.ring, self._notes if repair else None, self._desk, self._timers
-        )
-        self._timers.at(0.0, self._recheck.doubt if kept.epoch > ring_map.epoch else self._kept.keep)
+        self._strong_notes = Notes(self._desk, "strong")
+        self._member = "" if strong is None else strong.member
+        noted = [(self._notes, notes or {})]
+        if strong is not None:
+            noted.append((self._strong_notes, strong.notes))
+        self._kept = KeptMap(lambda: self.ring, noted if repair else (), self._desk, self._timers)
+        self._timers.at(0.0, self._kept.keep)
+        if kept.epoch > ring_map.epoch:
+            self._timers.at(0.0, self._recheck.doubt)
         self._recovery = Recovery(lambda key: key[TENANT_BYTES:], lambda: self._desk.now, self._wall_ms)
         self._background = None if repair is None else self._make_repair(repair, notes or {})
         self._watch = None if watch is None else self._make_watch(watch)
@@ -452,6 +457,7 @@ class Shard:
                 effects += self._strong.flush()
         self._writing.flush()
         self._notes.flush(self.replica)
+        self._strong_notes.flush(self._member)
         return effects + self._desk.take()
 
     def _marks(self) -> tuple[tuple[bytes, bytes | None], ...]:
@@ -459,7 +465,7 @@ class Shard:
         return () if self._background is None else self._background.purge.marks()
 
     def _persisted(self, event: Persisted) -> None:
-        if self._notes.persisted(event):
+        if self._notes.persisted(event) or self._strong_notes.persisted(event):
             return
         keys = self._lines.persisted(event)
         if self._background is not None:

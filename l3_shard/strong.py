@@ -20,8 +20,8 @@ In the background: new owners take over when the ring changes (``settling``) and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvcomm.errors import Unavailable
@@ -45,6 +45,7 @@ from l3_shard.desk import Desk, Request
 from l3_shard.dropping import Dropping
 from l3_shard.entering import TENANT_BYTES, Entering
 from l3_shard.healing import Healing
+from l3_shard.keptmap import kept_map
 from l3_shard.lines import Lines
 from l3_shard.proposer import Jitter
 from l3_shard.quorum import Quorum
@@ -71,6 +72,8 @@ class StrongIdentity:
     """Random numbers from [0, 1)."""
     tombstone_age_s: float = AGE_S
     """What a deletion leaves behind is left alone for so long, then removed."""
+    notes: Mapping[bytes, bytes] = field(default_factory=dict)
+    """What the database kept beside the records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Strong:
             self._lines,
             node=node,
             member=identity.member,
+            kept=Ring.from_map(kept_map(identity.notes)).serving,
             ring=ring,
             refused=refused,
             moved=self._moved,

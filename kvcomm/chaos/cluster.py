@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,6 +87,7 @@ class Birth:
     """Of the database with the strong records."""
     incarnation: Incarnation
     jitter: Callable[[], float]
+    strong_notes: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
@@ -126,7 +127,9 @@ def shipped_shard(birth: Birth, shard: type[Shard] | None = None) -> Shard:
             )
         ),
         notes=birth.notes,
-        strong=StrongIdentity(birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s),
+        strong=StrongIdentity(
+            birth.member, birth.incarnation, birth.jitter, plan.tombstone_age_s, birth.strong_notes
+        ),
         watch=WatchOptions(),
     )
 
@@ -432,13 +435,17 @@ class Cluster:
     def found(self, within_s: float) -> None:
         """Run until every shard votes on strong records: nothing is promised to a cluster that is not there
         yet.  Fragile shards die in the first seconds; then nobody does, for where one dies at every second
-        word of another there is no end."""
+        word of another there is no end.  Where it is not there in time nothing is lost on the way
+        any more: a frame that is lost takes a whole time-out, and a leader has little more than that to note
+        the first map in."""
         self._run_until_founded(FRAGILE_UNTIL_S)
         self.calm = True
         self._run_until_founded(within_s)
-        self.calm = False
+        weather, self.network.weather = self.network.weather, replace(self.network.weather, loss=0.0)
+        self._run_until_founded(2.0 * within_s)
+        self.calm, self.network.weather = False, weather
         if not self._founded():
-            self.watch.report("founding", f"after {within_s} s not all of {self.names} vote")
+            self.watch.report("founding", f"after {2.0 * within_s} s not all of {self.names} vote")
 
     def recover(self, within_s: float) -> None:
         """After all have lost power: run until every shard votes again and has its map, if there is time."""
@@ -597,6 +604,7 @@ class ShardProcess:
                 self.strong_disk.replica,
                 Incarnation(host.life),
                 self.draw.unit,
+                dict(self.strong_disk.notes),
             )
         )
         identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))

@@ -83,6 +83,61 @@ def test_nodes_that_come_back_together_get_one_epoch() -> None:
     assert world.ring.epoch == 2
 
 
+def begins_badly(*, killed: tuple[str, ...]) -> World:
+    """Three shards; some die after they were heard, before they have the first map."""
+    world = World(plans(3, 1))
+    world.elect()
+    for name in (*killed, "pool-0"):
+        world.beat(name)
+        if name in killed:
+            world.kill(name)
+    world.run(1)
+    assert world.ring.epoch == 1
+    return world
+
+
+def test_no_other_map_is_issued_before_all_shards_have_the_first() -> None:
+    """A shard whose first map is a later one waits for the others to tell it what it had."""
+    world = begins_badly(killed=("shard-0", "shard-1"))
+    world.start(world.initial[1])  # at another address
+    world.run(3)
+    assert world.ring.epoch == 1 and world.nodes["shard-0"].epoch == 1
+    world.run(60)
+    assert world.ring.epoch == 2, "two can tell the third"
+    world.start(world.initial[2])
+    world.run(2)
+    assert world.ring.epoch == 3 and {node.epoch for node in world.nodes.values()} == {3}
+
+
+def test_not_while_too_many_are_gone_without_it() -> None:
+    world = begins_badly(killed=("shard-0", "shard-1"))
+    world.kill("pool-0")
+    world.start(world.initial[0])
+    world.run(60)
+    assert world.ring.epoch == 1
+    for plan in world.initial[1:3]:
+        world.start(plan)
+    world.beat("shard-0")
+    world.beat("shard-1")
+    assert world.nodes["shard-0"].epoch == world.nodes["shard-1"].epoch == 1
+    world.run(2)
+    assert world.ring.epoch == 2
+
+
+def test_a_new_leader_does_not_wait_for_one_that_is_gone() -> None:
+    world = started()
+    world.kill("shard-0")
+    world.kill_controller("controller-0")
+    world.start_controller("controller-0")
+    world.elect()
+    world.kill("pool-0")
+    world.start(world.initial[0])
+    world.run(3)
+    assert world.ring.epoch == 1, "it may never have had the first map"
+    world.run(10)
+    assert world.ring.epoch == 2
+
+
 def test_nothing_is_done_after_the_lease() -> None:
     world = World(plans(2))
     world.elect()
