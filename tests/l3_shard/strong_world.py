@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from msgspec.structs import replace
+
 from kvcomm.machine import (
     Answered,
     AskPeer,
@@ -39,6 +41,7 @@ from l3_shard import acceptor
 from l3_shard.desk import ShardLimits
 from l3_shard.entering import MEMBERSHIP_KEY
 from l3_shard.replica import first_replica
+from l3_shard.ring import encode_map
 from l3_shard.shard import RingChanged, Shard
 from l3_shard.storage import Load, Loaded, Persist, Persisted, Scan, Scanned
 from l3_shard.strong import StrongIdentity
@@ -66,6 +69,7 @@ class StrongWorld(Cluster):
     """Messages that are harmless twice come twice with probability ``twice``.
 
     ``forgets`` plants a bug: after a crash only the membership is left, so the node votes from nothing.
+    ``began`` names nodes that ended when they had just kept the first map.
     """
 
     def __init__(
@@ -76,10 +80,12 @@ class StrongWorld(Cluster):
         *,
         twice: float = 0.0,
         forgets: bool = False,
+        began: str = "",
         tombstone_age_s: float = math.inf,
         **quorums: int,
     ) -> None:
         self.twice, self.forgets, self.tombstone_age_s = twice, forgets, tombstone_age_s
+        self.began = began
         self.cuts: set[tuple[str, str]] = set()
         """(from, to): nothing gets through."""
         self.incarnations = count(1)
@@ -184,7 +190,11 @@ class StrongWorld(Cluster):
             origin_ms=1_700_000_000_000,
             limits=self.limits,
             strong=StrongIdentity(
-                self.strong[name].member, next(self.incarnations), self.draw.random, self.tombstone_age_s
+                self.strong[name].member,
+                next(self.incarnations),
+                self.draw.random,
+                self.tombstone_age_s,
+                {b"map": encode_map(replace(self.map, epoch=1))} if name in self.began else {},
             ),
         )
 

@@ -354,6 +354,19 @@ def test_with_too_many_disks_gone_records_are_unavailable_and_not_forgotten(epoc
     assert done(world, "a", "read").code == "unavailable"
 
 
+def test_one_whose_first_map_is_a_later_one_is_told_by_the_others():
+    world = StrongWorld(1, "abc", began="ab", epoch=2, replicas=3, write=1)
+    world.settle()
+    assert done(world, "c", "put", b"1").code == ""
+
+
+def test_two_of_three_wait_for_each_other():
+    """So controllers see to it that all have the first map; see ``controller.leading``."""
+    world = StrongWorld(1, "abc", began="a", epoch=2, replicas=3, write=1)
+    world.run(5)
+    assert not any(shard.strong_counts().votes for shard in world.shards.values())
+
+
 def test_a_damaged_state_is_no_vote():
     world = calm()
     done(world, "a", "put", b"1")

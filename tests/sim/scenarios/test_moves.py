@@ -89,3 +89,16 @@ def test_the_map_outlives_the_loss_of_all_metadata() -> None:
         simulate(replace(FOUR, fault_for_s=1.0), script=at({8.0: forget, 16.0: lambda n: scale(5, n)}))
     )
     assert result.move_count == 1
+
+
+def test_the_map_outlives_a_power_cut_of_everybody_that_costs_all_records_and_all_metadata() -> None:
+    """The records' databases are not synced; those of the strong records are."""
+
+    def cut(nemesis: Nemesis) -> None:
+        nemesis.cluster.power_cut()
+        nemesis.strike("controllers_disks")
+
+    plan = replace(FOUR, fsync="never", strong_percent=100, fault_for_s=1.0)
+    result = kept(simulate(plan, script=at({6.0: lambda n: scale(5, n), 20.0: cut})))
+    assert result.move_count == 1
+    assert [line for line in returned(result, 26.0, 30.0) if line.outcome == "ok"]
