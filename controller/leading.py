@@ -33,6 +33,7 @@ from controller.roster import Roster
 from kvcomm.errors import Corrupt, KVCommError, OutcomeUnknown, Unavailable
 from kvcomm.machine import AskPeer, Effect, Event, Origin, Reply, Ticket
 from kvcomm.wire.messages import (
+    CancelOrder,
     Failure,
     Heartbeat,
     Message,
@@ -169,6 +170,9 @@ class Lead:
         """Answered when it is noted: what was answered is not forgotten with this process."""
         if self.ring is None or self.journal is None or self._lost:
             return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
+        if isinstance(message, CancelOrder) and self._notebook.pending("ring"):
+            # It may be the one that the operation was for: then nothing is left to be taken back.
+            return [_failed(origin, Unavailable("the next map is being noted: try again"))]
         try:
             answer, journal = self._conductor.order(message, self.journal, self.ring, now)
         except KVCommError as error:
@@ -234,6 +238,8 @@ class Lead:
         if note.name == "plan":
             self.noted_journal = decode_journal(note.value)
             self._roster.liveness.expect((node.node for node in self.noted_journal.nodes), now)
+            if self._notebook.pending("plan"):
+                return []  # orders that came since are in the next one
             answers, self._ordered = self._ordered, []
             return [Reply(origin, answer) for origin, answer in answers]
         self.ring = decode_map(note.value)
@@ -276,8 +282,7 @@ class Lead:
         unheard = [node for node in shards if self._roster.beat(node) is None]
         if 2 * len(unheard) >= len(shards) or Ring.from_map(newest).covers(unheard):
             return
-        if self.journal is None:
-            self._write(journal_of(newest, self._running()))
+        self._write(journal_of(newest, self._running(), self.journal))
         self._issue(self._refreshed(replace(newest, epoch=newest.epoch + EPOCH_GAP)))
 
     def _running(self) -> list[NodePlan]:

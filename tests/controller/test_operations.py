@@ -23,7 +23,8 @@ from kvcomm.wire.messages import (
     ScaleOrder,
     ShardLoad,
 )
-from tests.controller.world import KEYS, FakeNode, NoAnswer, World, plans
+from l3_shard.ring import decode_map
+from tests.controller.world import KEYS, FakeNode, NoAnswer, Outcome, World, plans
 
 RULES = RingRules(replicas=3, write_quorum=2, read_quorum=2, block_copies=1)
 OPTIONS = ControllerOptions(replace_after_s=60.0, give_up_after_s=30.0)
@@ -198,6 +199,8 @@ def test_rebalancing_takes_keys_from_the_busy() -> None:
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
+        (ScaleOrder(0), "at least one"),
+        (ScaleOrder(-1), "at least one"),
         (ScaleOrder(2), "2 shards would be left for 3 replicas"),
         (ScaleOrder(5000), "at most"),
         (DrainOrder("shard-9"), "no node of this cluster"),
@@ -241,6 +244,41 @@ def test_an_order_is_answered_when_it_is_noted() -> None:
     world.note_outcome = lambda _: "done"
     world.run(1)
     assert world.late_replies == [OrderAnswer(1, last(world).moves)]
+
+
+def test_an_order_is_not_answered_for_an_earlier_note() -> None:
+    world = started()
+    world.note_outcome = lambda _: "unknown"
+    for order in (ScaleOrder(5), CancelOrder(1)):
+        with pytest.raises(NoAnswer):
+            world.order(order)
+    outcomes: list[Outcome] = ["done"]
+    world.note_outcome = lambda _: outcomes.pop() if outcomes else "unknown"
+    world.run(1)
+    assert not outcomes and not world.late_replies, "only the first of the two is noted"
+    world.note_outcome = lambda _: "done"
+    world.run(1)
+    assert [type(each) for each in world.late_replies] == [OrderAnswer, OrderAnswer]
+
+
+def test_a_move_that_may_have_arrived_is_not_cancelled() -> None:
+    """The map without the transition is being noted: if that comes to be, new shards hold what they gained
+    alone, and must not be stopped as those of an operation that was taken back."""
+    world = started()
+    number = accepted(world.order(ScaleOrder(5)))
+
+    def outcome(note: Note) -> Outcome:
+        arrives = note.name == "ring" and len(decode_map(note.value).shards) == 5
+        return "unknown" if arrives else "done"
+
+    world.note_outcome = outcome
+    world.run(20)
+    assert last(world).step == "serving"
+    assert "is being noted" in refused(world.order(CancelOrder(number)))
+    world.note_outcome = lambda _: "done"
+    world.run(20)
+    assert last(world).step == "done" and len(shards(world)) == 5
+    settled(world)
 
 
 @pytest.mark.slow
@@ -416,6 +454,26 @@ def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     world.run(40)
     assert world.ring.epoch > 1000
     assert len(shards(world)) == (4 if step == "planned" else 5)
+    settled(world)
+
+
+def test_a_plan_from_before_a_scaling_stops_none_of_the_new_shards() -> None:
+    """The records were rolled back, as a backup of them is: the map is the shards', and so is the plan."""
+    world = started()
+    before = dict(world.records)
+    accepted(world.order(ScaleOrder(5)))
+    world.run(25)
+    assert last(world).step == "done"
+    world.records, world.fences = dict(before), {}
+    for name in ("controller-0", "controller-1"):
+        world.kill_controller(name)
+        world.start_controller(name)
+    world.elect()
+    world.run(10)
+    assert world.ring.epoch > 1000 and len(shards(world)) == 5
+    accepted(world.order(DrainOrder("pool-0")))
+    world.run(20)
+    assert "shard-4" in world.nodes
     settled(world)
 
 
