@@ -33,7 +33,6 @@ from kvcomm.wire.messages import (
     RebalanceOrder,
     RingMap,
     ScaleOrder,
-    ShardLoad,
 )
 
 Order = ScaleOrder | DrainOrder | MoveOrder | RebalanceOrder | CancelOrder
@@ -71,13 +70,11 @@ class Conductor:
         self._policy: Policy | None = policy_named(options.policy) if options.policy else None
         self._policy_at = now
         self._history = LoadHistory()
-        self._loads: dict[str, ShardLoad] = {}
         self._progress = Progress()
         self._phase: tuple[int, str] = (0, "")
         self._spent_from = now
         self._trouble = ""
         self._copied = False
-        self._moved_at_epoch = 0
 
     def saw(self, beat: Heartbeat, now: float) -> None:
         """A heartbeat that was news."""

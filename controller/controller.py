@@ -149,6 +149,16 @@ class Controller:
         """Of :attr:`ring`; 0 = none."""
         return self.ring.epoch if self.ring is not None else 0
 
+    def beat(self, node: str) -> Heartbeat | None:
+        """The newest of this node's present life; ``None`` = not heard, or forgotten."""
+        return self._roster.beat(node)
+
+    @property
+    def racks(self) -> set[str]:
+        """That the shards and pools are in that are heard of."""
+        names = [*self._roster.of_role("pool"), *self._roster.of_role("shard")]
+        return {beat.rack for name in names if (beat := self._roster.beat(name)) is not None}
+
     def check(self) -> None:
         self._roster.liveness.check()
         if self._lead is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 from kvcomm.block import BlockKey
 from kvcomm.steps import Steps, ask_all
@@ -45,7 +46,7 @@ class _Held:
 
 class Filters:
     """One client's, over all its shards.  Used by many threads: what they share is replaced as a whole, and a
-    lost update costs a question.
+    lost update costs a question; but for own puts, which must not get lost.
 
     Args:
         age_s: how old a filter may be; 0 = there are none.
@@ -54,7 +55,9 @@ class Filters:
     def __init__(self, routes: Routes, age_s: float) -> None:
         self._routes, self._age_s = routes, age_s
         self._held: dict[str, _Held] = {}
+        self._lock = Lock()  # of the two below
         self._puts: dict[BlockKey, float] = {}
+        self._forgot_at = float("-inf")
         self._window_at = float("-inf")
         self._counts = (0, 0)  # absent and present keys of this window
         self._flood = False
@@ -93,9 +96,10 @@ class Filters:
         if not self._age_s:
             return
         now = self._routes.now()
-        if len(self._puts) + len(keys) > PUTS_MAX:
-            self._held, self._puts = {}, {}
-        self._puts.update(dict.fromkeys(keys, now))
+        with self._lock:
+            if len(self._puts) + len(keys) > PUTS_MAX:
+                self._held, self._puts, self._forgot_at = {}, {}, now
+            self._puts.update(dict.fromkeys(keys, now))
 
     def _renew(self, owners: set[str]) -> Steps[None]:
         now, ring = self._routes.now(), self._routes.ring
@@ -118,13 +122,16 @@ class Filters:
                 self._held[node] = _Held(layers, message.epoch, now)
             else:
                 self._routes.failed(node, answer)
-        self._puts = {key: at for key, at in self._puts.items() if now - at <= 2 * self._age_s}
+        with self._lock:
+            self._puts = {key: at for key, at in self._puts.items() if now - at <= 2 * self._age_s}
 
     def _absent(self, key: BlockKey, owners: Sequence[str]) -> bool:
         epoch, since, put_at = self._routes.ring.epoch, self._routes.now() - self._age_s, self._puts.get(key)
         for owner in owners:
             held = self._held.get(owner)
             if held is None or held.layers is None or held.epoch != epoch or held.asked_at < since:
+                return False
+            if held.asked_at <= self._forgot_at:  # asked for before, answered after
                 return False
             if put_at is not None and held.asked_at <= put_at:
                 return False

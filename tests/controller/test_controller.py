@@ -250,6 +250,19 @@ def test_nobody_is_dead_within_three_heartbeats(heartbeat_s: float, suspect_s: f
     assert (patience.suspect_s, patience.dead_s) == (suspect_s, dead_s)
 
 
+def test_the_racks_are_those_of_nodes_that_are_heard_of() -> None:
+    world = World(plans(4, racks=2))
+    world.elect()
+    world.run(3)
+    controller = world.controllers["controller-0"]
+    assert controller.racks == {"rack-0", "rack-1"}
+    beat = controller.beat("shard-3")
+    assert beat is not None and beat.rack == "rack-1" and controller.beat("shard-9") is None
+    overtaken = replace(beat, number=0, rack="old")
+    controller.handle(Received(Origin(ConnectionId(1), 1, b"node", 1), overtaken), world.now)
+    assert controller.beat("shard-3") == beat, "one that was overtaken says nothing"
+
+
 def test_who_left_is_forgotten() -> None:
     world = started()
     world.beat("launcher")
