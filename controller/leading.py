@@ -171,7 +171,8 @@ class Lead:
         if self.ring is None or self.journal is None or self._lost:
             return [_failed(origin, Unavailable("the leader is not at work yet: try again"))]
         if isinstance(message, CancelOrder) and self._notebook.pending("ring"):
-            # It may be the one that the operation was for: then nothing is left to be taken back.
+            # It may be the map with which the operation is done: to end it as taken back would end the
+            # shards that joined by it.
             return [_failed(origin, Unavailable("the next map is being noted: try again"))]
         try:
             answer, journal = self._conductor.order(message, self.journal, self.ring, now)

@@ -14,11 +14,16 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from mmh3 import hash128
-from rbloom import Bloom
 
 from kvcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rbloom import Bloom
+
+# The library is imported where a filter is made: most processes never have one.
 
 GROWTH = 2
 TIGHTENING = 0.5
@@ -51,6 +56,8 @@ def _loaded(layer: bytes) -> Bloom:
     """The library trusts what it reads: the number of hash functions, then the bits."""
     if len(layer) <= _HASHES.size or not 1 <= _HASHES.unpack_from(layer)[0] <= HASHES_MAX:
         raise ValueError("not a filter")
+    from rbloom import Bloom
+
     return Bloom.load_bytes(layer, operator.index)
 
 
@@ -116,6 +123,8 @@ class LayeredBloom:
         return sum(layer.size_in_bits for layer in self._layers) // 8
 
     def _grow(self) -> None:
+        from rbloom import Bloom
+
         depth = len(self._layers)
         self._room = self.capacity * GROWTH**depth
         rate = self.rate * SHARE * (1.0 - TIGHTENING) * TIGHTENING**depth

@@ -363,7 +363,7 @@ class _Placement:
     def beside(self, other: _Placement, count: int) -> Iterator[Pair]:
         """The owners by both, of every stretch."""
         if self.ranges or other.ranges or count > min(self._listed_count, other._listed_count):
-            for at in {*self.bounds, *other.bounds}:
+            for at in sorted({*self.bounds, *other.bounds}):
                 yield self.owners(at, count), other.owners(at, count)
             return
         for ours, theirs in self._circle.beside(other._circle):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvcomm.chaos.scenario import Scenario
 
 NEVER: Final = inf
+REQUEST_TIMEOUT_S: Final = 0.5
+"""Of the clusters that stories are told on; below the shipped 2 s, for shorter stories."""
 SLACK_S = 0.3
 """That a call may be late where processes share two cores."""
 
@@ -49,6 +51,7 @@ MEASURES: dict[str, str] = {
     "majority of replicas on the caller's side",
     "eventual_failed": "eventual calls that were refused or of unknown outcome, in the whole story",
     "strong_failed": "strong calls likewise",
+    "failed_share": "share of the calls of records that were not answered, in the whole story",
     "eventual_answered": "eventual calls that were answered during faults",
     "strong_answered": "strong calls likewise",
     "key_stop_s": "longest time for which one record was not answered, from the begin of the first call that "
@@ -61,6 +64,8 @@ MEASURES: dict[str, str] = {
     "leader_changes": "times that the controllers' leader was another one than before",
     "leader_back_s": "from the first fault until some controller names a leader of a later term, or the same "
     "again",
+    "lag_s": "longest time for which a process of clients was late by itself, for want of processor time: "
+    "other times are not worth more than this",
     "orders_open": "orders that were neither carried out nor taken back by the end of the story",
     "orders_undone": "orders that were taken back, or failed",
     "orders_refused": "orders that were refused",
@@ -89,9 +94,14 @@ def measure(scenario: Scenario, observed: Observed) -> Measured:
 # -- the judges
 
 
-def plan_of(scenario: Scenario, observed: Observed) -> Plan:
-    """The plan that the judges of the simulator go by."""
-    replicas, write_quorum, read_quorum = observed.quorums
+def plan_of(scenario: Scenario, quorums: tuple[int, int, int] | None = None) -> Plan:
+    """The plan that the judges of the simulator go by.
+
+    Args:
+        quorums: replicas, write quorum, read quorum; else majorities of the scenario's replicas.
+    """
+    copies = min(scenario.replicas, scenario.shards or scenario.nodes)
+    replicas, write_quorum, read_quorum = quorums or (copies, copies // 2 + 1, copies // 2 + 1)
     return Plan(
         seed=0,
         shards=max(replicas, scenario.shards or scenario.nodes),
@@ -99,11 +109,13 @@ def plan_of(scenario: Scenario, observed: Observed) -> Plan:
         write_quorum=write_quorum,
         read_quorum=read_quorum,
         operation_timeout_s=scenario.load.deadline_s + SLACK_S,
+        ask_timeout_s=REQUEST_TIMEOUT_S,
+        request_timeout_s=0.75 * REQUEST_TIMEOUT_S,
     )
 
 
 def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
-    plan = plan_of(scenario, observed)
+    plan = plan_of(scenario, observed.quorums)
     records, _ = observed.history.parted([*KINDS, *_EVENTUAL])
     strong, eventual = records.parted(KINDS)
     if observed.ending is not None:
@@ -116,7 +128,7 @@ def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
         yield from _of_call(operation)
 
 
-_EVENTUAL = ("get", "put", "blind", "delete")
+_EVENTUAL = ("get", "put", "blind", "delete", "batch")
 
 
 def _of_call(operation: Operation) -> Iterator[Violation]:
@@ -147,7 +159,13 @@ def _counted(violations: Sequence[Violation], calls: Sequence[Call]) -> dict[str
         "late_calls": count("deadlines"),
         "eventual_failed": float(sum(call.kind == "eventual" for call in failed)),
         "strong_failed": float(sum(call.kind == "strong" for call in failed)),
+        "failed_share": _failed_share(calls),
     }
+
+
+def _failed_share(calls: Sequence[Call]) -> float | None:
+    share = _share([call for call in calls if call.kind != "blocks"])
+    return None if share is None else 1.0 - share
 
 
 # -- the clocks
@@ -366,6 +384,10 @@ def _leader_back_s(judged: _Judged) -> float | None:
     return min(later, default=judged.first_fault) - judged.first_fault
 
 
+def _lag_s(judged: _Judged) -> float | None:
+    return max((sample.late_s for sample in judged.observed.samples), default=None)
+
+
 def _orders_open(judged: _Judged) -> float | None:
     observed = judged.observed
     ended = observed.orders_done + observed.orders_undone
@@ -400,6 +422,7 @@ _LOOKS: dict[str, Callable[[_Judged], float | None]] = {
     "epochs": _epochs,
     "leader_changes": _leader_changes,
     "leader_back_s": _leader_back_s,
+    "lag_s": _lag_s,
     "orders_open": _orders_open,
     "orders_undone": _orders_undone,
     "orders_refused": _orders_refused,

@@ -43,6 +43,8 @@ class Sample(msgspec.Struct, frozen=True):
     """That its controller knows; "" = none, or no controller answers."""
     term: int = 0
     mode: str = ""
+    late_s: float = 0.0
+    """The longest that the host's clients were late by themselves so far."""
 
 
 @dataclass(frozen=True, slots=True)

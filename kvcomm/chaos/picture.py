@@ -25,6 +25,8 @@ INK, FAINT = "#24292f", "#6e7781"
 KINDS = ("eventual", "strong", "blocks")
 SIDE_COLOURS = ("#3d7dff", "#c96198", "#1b9e9e", "#c69026", "#986ee2", "#57606a")
 ROW_IN, HEAD_IN, FOOT_IN = 0.21, 0.62, 1.12
+LEFT = 0.115
+"""Where the rows begin, as a share of the width."""
 NODE_GAP = 0.35
 """In rows, between two nodes."""
 
@@ -42,7 +44,7 @@ def draw_timeline(report: Report, path: Path) -> str:
     height = len(rows) + NODE_GAP * len(nodes)
     tall_in = HEAD_IN + FOOT_IN + ROW_IN * height
     figure = Figure(figsize=(11, tall_in), dpi=130, facecolor="white")
-    axes = figure.add_axes((0.115, FOOT_IN / tall_in, 0.84, ROW_IN * height / tall_in))
+    axes = figure.add_axes((LEFT, FOOT_IN / tall_in, 0.84, ROW_IN * height / tall_in))
     end_s = max(len(row.bins) for row, _ in rows) * report.bin_s
     for row, top in rows:
         _strip(axes, report, row, top)
@@ -154,24 +156,36 @@ def _words(figure: Any, report: Report, tall_in: float) -> None:
     )
     told.append(f"broken promises of the data: {broken:g}")
     figure.text(x, 1 - 0.45 / tall_in, "  ·  ".join(told), fontsize=8.5, color=FAINT, va="center")
-    at = 0.115
-    y = 0.36 / tall_in
+    place = _Legend(figure, 0.36 / tall_in)
     for state in report.states:
-        figure.text(at, y, "■", fontsize=11, color=COLOURS[state], va="center", ha="left")
-        figure.text(at + 0.014, y, MEANINGS[state], fontsize=8, color=FAINT, va="center", ha="left")
-        at += 0.034 + 0.0053 * len(MEANINGS[state])
-    figure.text(at, y, "■", fontsize=11, color="#d5d9dd", va="center", ha="left")
-    figure.text(at + 0.014, y, "no answer", fontsize=8, color=FAINT, va="center", ha="left")
+        place.entry(MEANINGS[state], COLOURS[state])
+    place.entry("no answer", "#d5d9dd")
     sides = next((fault.sides for fault in report.faults if len(fault.sides) > 1), None)
-    if sides is None:
-        return
-    at, y = 0.115, 0.14 / tall_in
-    figure.text(at, y, "sides of the partition:", fontsize=8, color=FAINT, va="center", ha="left")
-    at += 0.125
-    for number, side in enumerate(sides):
-        names = " ".join(side)
-        figure.text(
-            at, y, names, fontsize=8, va="center", ha="left", weight="bold",
-            color=SIDE_COLOURS[number % len(SIDE_COLOURS)],
-        )  # fmt: skip
-        at += 0.03 + 0.008 * len(names)
+    if sides is not None:
+        place = _Legend(figure, 0.14 / tall_in)
+        place.words("sides of the partition:", FAINT)
+        for number, side in enumerate(sides):
+            place.words(" ".join(side), SIDE_COLOURS[number % len(SIDE_COLOURS)], weight="bold")
+
+
+class _Legend:
+    """One line of words, each after the one before."""
+
+    def __init__(self, figure: Any, y: float) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        self._figure, self._y, self._at = figure, y, LEFT
+        self._canvas = FigureCanvasAgg(figure)
+
+    def entry(self, text: str, colour: str) -> None:
+        """A coloured square and what it means."""
+        self._figure.text(self._at, self._y, "■", fontsize=11, color=colour, va="center", ha="left")
+        self._at += 0.014
+        self.words(text, FAINT)
+
+    def words(self, text: str, colour: str, weight: str = "normal") -> None:
+        put = self._figure.text(
+            self._at, self._y, text, fontsize=8, color=colour, va="center", ha="left", weight=weight
+        )
+        right = put.get_window_extent(self._canvas.get_renderer()).x1
+        self._at = right / (self._figure.get_figwidth() * self._figure.dpi) + 0.018

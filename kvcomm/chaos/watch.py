@@ -126,14 +126,16 @@ class Watch:
 
     def _check_vote(self, node: str, request: StrongPrepare | StrongAccept, answer: Message) -> None:
         """A vote that a crash takes back lets two proposers both succeed.  A record may be removed in the
-        write that its promise is in: then the floor has to stand for that."""
+        write that its promise is in, or its deletion: then the floor has to stand for that."""
         if not isinstance(answer, StrongPromised | StrongAccepted) or not answer.granted:
             return
         held = self._strong_disks[node].held(request.key)
         promised = max((state.promised for state in held), default=b"")
+        accepted = max((state.accepted for state in held), default=b"")
         if request.key not in self._strong_disks[node].values:
             promised = max(promised, self._floor(node))
-        accepted = max((state.accepted for state in held), default=b"")
+            if isinstance(request, StrongAccept) and request.register.value is None:
+                accepted = max(accepted, self._floor(node))
         if promised < request.ballot or (isinstance(request, StrongAccept) and accepted < request.ballot):
             self.report("votes", f"{node} granted {request} and has promised {promised!r}, {accepted!r}")
 

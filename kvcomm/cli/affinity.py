@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcomm.cli.cluster import fields
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
-from kvcomm.wire.messages import AffinityView
+
+if TYPE_CHECKING:
+    from kvcomm.wire.messages import AffinityView
 
 RoomOption = Annotated[
     list[str] | None,
@@ -38,7 +40,7 @@ def affinity(
     """
     from kvcomm.cli.operators import operators
     from kvcomm.errors import Refused
-    from kvcomm.wire.messages import AffinityGet
+    from kvcomm.wire.messages import AffinityGet, AffinityView
 
     question = AffinityGet(_rooms(room or []), 3600.0 * horizon, price * (1 << 30))
     with operators(instance) as asked:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcomm.cli.following import ENDS, described, left_text
-from kvcomm.wire.messages import ClusterView, NodeView, RingMap, SplitReport
+
+if TYPE_CHECKING:
+    from kvcomm.wire.messages import ClusterView, NodeView, RingMap, SplitReport
 
 PAST_SHOWN = 3
 """Operations that have ended."""
@@ -18,9 +20,11 @@ def lines(view: ClusterView) -> Iterator[str]:
     epoch = f"ring epoch {view.ring.epoch}" if view.ring is not None else "no ring yet"
     yield f"cluster {view.mode}: {leads}; {epoch}, as {view.controller} says"
     for node in view.nodes:
-        if node.state != "alive" and not _left(node):
+        if was_drained(node):
+            continue
+        if node.state != "alive":
             yield f"{node.node} is {node.state}: {_silence(node)}"
-        elif node.state == "alive" and node.silent_to:
+        elif node.silent_to:
             yield f"{node.node} is heard here, but does not answer {', '.join(node.silent_to)}"
     if view.mode != "whole" and view.ring is not None:
         yield from (f"{what}: {how}" for what, how in served(view).items())
@@ -47,17 +51,23 @@ def served(view: ClusterView) -> dict[str, str]:
     majority = sum(2 * sum(node in alive for node in group) > len(group) for group in groups) / total
     any_copy = sum(any(node in alive for node in group) for group in groups) / total
     first = sum(any(node in alive for node in group[: view.ring.block_copies]) for group in groups) / total
-    eventual = "read and written" if any(alive & {*group} for group in groups) else "nobody is left"
     return {
-        "eventual records": f"{eventual}; {_share(any_copy)} have a replica here, what lies elsewhere is "
-        "written as hints and merged later",
-        "strong records": f"{_share(majority)} have a majority here, the others are refused",
-        "blocks": f"{_share(first)} can be read, the others are misses",
+        "eventual records": _text(any_copy, "have a replica here", "what lies elsewhere waits here as hints"),
+        "strong records": _text(majority, "have a majority here", "the others are refused"),
+        "blocks": _text(first, "can be read from shards", "the others are misses unless a pool has them"),
     }
+
+
+def _text(share: float, here: str, rest: str) -> str:
+    if share == 1.0:
+        return f"all keys {here}"
+    return f"{100 * share:.0f} % of the keys {here}, {rest}"
 
 
 def last_split(view: ClusterView) -> SplitReport | None:
     """The worst that any shard reports of its last split: times are maxima, counts are sums."""
+    from kvcomm.wire.messages import SplitReport
+
     reports = [node.split for node in view.nodes if node.split is not None]
     if not reports:
         return None
@@ -107,19 +117,15 @@ def _groups(ring: RingMap) -> Sequence[tuple[str, ...]]:
     return [circle.replicas(index.to_bytes(4, "big")) for index in range(1_000)]
 
 
-def _left(node: NodeView) -> bool:
+def was_drained(node: NodeView) -> bool:
     """Whether it was drained and stopped; the controllers remember it for a while."""
-    return node.role in ("shard", "pool") and not node.in_ring
+    return node.role in ("shard", "pool") and not node.in_ring and node.state != "alive"
 
 
 def _silence(node: NodeView) -> str:
     if node.silent_s < 0:
         return "not heard since this controller was started"
     return f"not heard for {node.silent_s:.0f} s"
-
-
-def _share(part: float) -> str:
-    return "all keys" if part == 1.0 else f"{100 * part:.0f} % of the keys"
 
 
 def _split_text(split: SplitReport) -> str:

@@ -3,16 +3,15 @@ looks."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-from kvcomm.cli.operators import Operators
 from kvcomm.errors import Unavailable
-from kvcomm.wire.messages import OperationView
+
+if TYPE_CHECKING:
+    from kvcomm.cli.operators import Operators
+    from kvcomm.wire.messages import OperationView
 
 POLL_S = 0.25
 ENDS = ("done", "cancelled", "rolled back", "failed")
@@ -31,16 +30,23 @@ def follow(
 
     A change of the leader is waited for; the new one goes on with it.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.table import Column
+
     until, console = clock() + deadline_s, Console(stderr=True, quiet=quiet)
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
+        BarColumn(bar_width=24),
         TaskProgressColumn(),
         TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[trouble]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
     shown = ""
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(f"operation {number}", total=1.0, left="")
+    with Progress(
+        *columns, console=console, transient=True, expand=True, disable=quiet or not console.is_terminal
+    ) as bar:
+        task = bar.add_task(f"operation {number}", total=1.0, left="", trouble="")
         while True:
             found = _look(operators, number)
             text = described(found) if found is not None else "waiting for a leader"
@@ -48,7 +54,10 @@ def follow(
                 shown = text.split(",")[0]
                 console.print(f"operation {number}: {text}", highlight=False, soft_wrap=True)
             if found is not None:
-                bar.update(task, description=text, completed=found.done_share, left=left_text(found.eta_s))
+                left = left_text(found.eta_s) if found.eta_s >= 0 else ""
+                bar.update(
+                    task, description=found.step, completed=found.done_share, left=left, trouble=found.trouble
+                )
                 if found.step in ENDS:
                     return found
             if clock() >= until:
@@ -77,8 +86,3 @@ def _look(operators: Operators, number: int) -> OperationView | None:
     except Unavailable:
         return None
     return next((each for each in view.operations if each.operation == number), None)
-
-
-def say(text: str) -> None:
-    """To a person, beside whatever a script reads."""
-    sys.stderr.write(f"{text}\n")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from kvcomm.cli.circle import FORMS
+from kvcomm.cli.cluster import fields
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
-from kvcomm.wire.messages import Message, OperationView, PlannedMove
+
+if TYPE_CHECKING:
+    from kvcomm.wire.messages import Message, OperationView, PlannedMove
 
 DryRunOption = Annotated[
     bool,
@@ -134,7 +136,7 @@ def _give(
     with operators(instance) as asked:
         answer = asked.order(order)
         number, moves = answer.operation, answer.moves
-        document = {"operation": number, "moves": msgspec.to_builtins(_named(moves))}
+        document = {"operation": number, "moves": _named(moves)}
         if not moves and not number:
             _say(as_json, document | {"step": "done"}, "nothing is to be done: it is so already")
             return
@@ -164,7 +166,7 @@ def _tell(number: int, ended: OperationView | None, as_json: bool, good: Sequenc
         "what": ended.what,
         "step": ended.step,
         "trouble": ended.trouble,
-        "moves": msgspec.to_builtins(_named(ended.moves)),
+        "moves": _named(ended.moves),
     }
     text = f"operation {number} is {ended.step}: {ended.what}"
     _say(as_json, document, text + (f" ({ended.trouble})" if ended.trouble else ""))
@@ -173,7 +175,7 @@ def _tell(number: int, ended: OperationView | None, as_json: bool, good: Sequenc
 
 
 def _named(moves: Sequence[PlannedMove]) -> list[dict[str, Any]]:
-    return [{field: getattr(each, field) for field in each.__struct_fields__} for each in moves]
+    return [fields(each) for each in moves]
 
 
 def _say(as_json: bool, document: dict[str, Any], text: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -99,7 +102,8 @@ def run(
     for name in _named(names):
         for turn in range(repeat):
             scenario = _scenario(name, hold, seed + turn)
-            report = _run_one(scenario, chosen, seed + turn, out, keep_logs, instance)
+            with _ended_in_order():
+                report = _run_one(scenario, chosen, seed + turn, out, keep_logs, instance)
             reports.append(report)
             if not as_json:
                 sys.stdout.write(report.text() + "\n")
@@ -145,6 +149,16 @@ def summary(
     except msgspec.DecodeError as error:
         raise ConfigError(f"not all files of {folder} are reports: {error}") from error
     sys.stdout.write(summary_of(reports))
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, so that processes, namespaces and files go."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _named(names: list[str]) -> list[str]:

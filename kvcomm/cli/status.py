@@ -73,6 +73,8 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
 
     view = cluster_view(instance, survey.nodes)
     rows += [*_missing(instance.name, survey), *_unregistered(instance.name, view)]
+    if view is None and rows:
+        rows[0]["cluster_lines"] = ["no controller answers: reads and writes go on, changes wait"]
     for row in rows:
         row["leads"] = view is not None and row["node"] == view.leader
         if view is not None and row["node"] == view.controller:

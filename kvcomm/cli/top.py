@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcomm.cli.cluster import document, lines
+from kvcomm.cli.cluster import document, lines, was_drained
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
-from kvcomm.wire.messages import ClusterView, NodeView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvcomm.wire.messages import ClusterView, NodeView
 
 STATES = {"alive": "green", "suspect": "yellow", "dead": "red", "unknown": "yellow"}
 
@@ -75,6 +76,8 @@ def render(view: ClusterView) -> RenderableType:
     for column in ("state", "epoch", "ops/s", "hits", "p99", "records", "blocks", "bytes", "moving"):
         table.add_column(column, justify="right", no_wrap=True)
     for node in view.nodes:
+        if was_drained(node):
+            continue
         table.add_row(escape(node.node), _state(node), str(node.epoch or "-"), *_load(node), _left(node))
     return Group(table, *(Text(f"  {line}") for line in lines(view)))
 

@@ -806,6 +806,9 @@ class HotView(Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------------
 
 
+RACKS_MAX = 4_096
+
+
 class AffinityGet(Message, frozen=True):
     """Which agents should live in which rack?  Answered :class:`AffinityView` by any controller, which may
     take seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Literal
 
 import pytest
 
@@ -261,26 +262,6 @@ def test_an_order_is_not_answered_for_an_earlier_note() -> None:
     assert [type(each) for each in world.late_replies] == [OrderAnswer, OrderAnswer]
 
 
-def test_a_move_that_may_have_arrived_is_not_cancelled() -> None:
-    """The map without the transition is being noted: if that comes to be, new shards hold what they gained
-    alone, and must not be stopped as those of an operation that was taken back."""
-    world = started()
-    number = accepted(world.order(ScaleOrder(5)))
-
-    def outcome(note: Note) -> Outcome:
-        arrives = note.name == "ring" and len(decode_map(note.value).shards) == 5
-        return "unknown" if arrives else "done"
-
-    world.note_outcome = outcome
-    world.run(20)
-    assert last(world).step == "serving"
-    assert "is being noted" in refused(world.order(CancelOrder(number)))
-    world.note_outcome = lambda _: "done"
-    world.run(20)
-    assert last(world).step == "done" and len(shards(world)) == 5
-    settled(world)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wait_s", range(0, 16, 1))
 def test_cancelling_at_any_time_ends_where_it_began_or_where_it_went(wait_s: int) -> None:
@@ -300,6 +281,24 @@ def test_cancelling_at_any_time_ends_where_it_began_or_where_it_went(wait_s: int
         assert last(world).step == "cancelled" and len(shards(world)) == 4
     else:
         assert last(world).step == "done" and len(shards(world)) == 5
+    settled(world)
+
+
+def test_cancelling_while_the_last_map_is_noted_does_not_end_the_shards_that_it_holds() -> None:
+    world = started()
+
+    def stalls(note: Note) -> Literal["done", "unknown"]:
+        arrives = note.name == "ring" and len(decode_map(note.value).shards) == 5
+        return "unknown" if arrives else "done"
+
+    world.note_outcome = stalls
+    number = accepted(world.order(ScaleOrder(5)))
+    world.run(30)
+    assert last(world).step == "serving"
+    assert "being noted" in refused(world.order(CancelOrder(number)))
+    world.note_outcome = lambda _: "done"
+    world.run(30)
+    assert last(world).step == "done" and len(shards(world)) == 5
     settled(world)
 
 

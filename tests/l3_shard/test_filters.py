@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from msgspec.structs import replace
 
 from kvcomm.block import BlockKey
 from kvcomm.wire.messages import BlockFilter, BlockFilterGet, BlockLookup, Message, RingMap, RingTransition
@@ -47,7 +46,7 @@ class World(Shards):
 
 def world(names: str = "abc", block_copies: int = 1) -> World:
     made = World(ring_map(names, block_copies=block_copies))
-    made.blocks = {name: dict(BYTES) for name in names}
+    made.blocks = {name: {bytes(key): copy for key, copy in BYTES.items()} for name in names}
     return made
 
 
@@ -182,16 +181,9 @@ def test_filters_of_another_epoch_count_for_nothing():
 
 def test_while_blocks_move_everything_is_asked_for():
     ring = ring_map("abc")
-    moving = RingMap(*_fields(ring), transition=RingTransition("copy", ring.shards[:2], []))
+    moving = replace(ring, transition=RingTransition("copy", ring.shards[:2], []))
     shards = World(moving)
     tier = client(shards)
     flooded(shards, tier)
     shards.run(tier.lookup(absent(1_000)))
     assert not shards.fetched
-
-
-def _fields(ring: RingMap) -> Sequence:
-    return (
-        ring.epoch, ring.replicas, ring.write_quorum, ring.read_quorum, ring.block_copies, ring.shards,
-        ring.pools, ring.ranges,
-    )  # fmt: skip

@@ -7,7 +7,14 @@ import pytest
 from kvcomm.chaos.cluster import shipped_strong_disk
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.watch import Watch
-from kvcomm.wire.messages import StrongPrepare, StrongPromised, StrongRegister, StrongState
+from kvcomm.wire.messages import (
+    StrongAccept,
+    StrongAccepted,
+    StrongPrepare,
+    StrongPromised,
+    StrongRegister,
+    StrongState,
+)
 from l3_shard.ballot import Ballot
 
 KEY = bytes(16) + b"k"
@@ -26,4 +33,18 @@ def test_a_promise_without_its_record_is_the_floor(floor: bytes, kept: bool, bro
     watch = Watch({}, {"a": disk}, 1, 1, lambda node: floor, lambda: 0.0)
     promised = StrongPromised(True, StrongState(HIGH, LOW, old.register, True), 1, {}, floor)
     watch.answered("a", b"", StrongPrepare(1, KEY, HIGH, [1]), (1, 1), promised)
+    assert [violation.promise for violation in watch.violations] == ["votes"] * broken
+
+
+@pytest.mark.parametrize(
+    ("floor", "value", "broken"), [(HIGH, None, 0), (LOW, None, 1), (b"", None, 1), (HIGH, b"v", 1)]
+)
+def test_an_accepted_deletion_without_its_record_is_the_floor(
+    floor: bytes, value: bytes | None, broken: int
+) -> None:
+    """A value is nothing that a floor may stand for."""
+    disk = shipped_strong_disk(Draw(1), lambda: "member1")
+    watch = Watch({}, {"a": disk}, 1, 1, lambda node: floor, lambda: 0.0)
+    vote = StrongAccept(1, KEY, HIGH, StrongRegister([HIGH], value), b"", [1])
+    watch.answered("a", b"", vote, (1, 1), StrongAccepted(True, HIGH, 1, {}))
     assert [violation.promise for violation in watch.violations] == ["votes"] * broken

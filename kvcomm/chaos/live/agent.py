@@ -254,7 +254,7 @@ class Agent:
                 continue
             assert isinstance(view, ClusterView)
             leader, term, mode = view.leader, view.term, view.mode
-        return Sample(at, self.setup.node, epoch, digest, leader, term, mode)
+        return Sample(at, self.setup.node, epoch, digest, leader, term, mode, self.work.late_s)
 
     async def _save(self) -> None:
         history = self.work.history.encoded()

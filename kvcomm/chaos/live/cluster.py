@@ -7,8 +7,10 @@ process is started with a configuration of its host, as an operator of several m
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +23,7 @@ from kvcomm.chaos.live.loopback import Endpoint, Loopback
 from kvcomm.chaos.live.namespaces import Namespaces
 from kvcomm.chaos.live.orders import AnyAnswer, AnyOrder, Drop, Setup
 from kvcomm.chaos.live.process import Agent, Process
+from kvcomm.chaos.measures import REQUEST_TIMEOUT_S
 from kvcomm.chaos.scenario import Part, Scenario, Step
 from kvcomm.chaos.shapes import Cut
 from kvcomm.credentials import NODE_TENANT
@@ -30,19 +33,21 @@ from kvcomm.rpc import Connection, Identity
 from kvcomm.wire.messages import DropOrder, DropPeer, Message
 
 CONTROLLER_PORT = 7400
+INSTANCE = "chaos"
+"""Begin of the names of clusters that are made for a story; the number of its process follows."""
 TENANT = "chaos"
 """Of the clients: in a cluster of somebody's nobody else's records are touched."""
 STARTED_WITHIN_S = 60.0
-REQUEST_TIMEOUT_S = 0.5
 CONNECT_TIMEOUT_S = 0.5
 
+_OURS = re.compile(rf"{INSTANCE}-(\d+)-[0-9a-f]+")
 _CONFIG = """
 cache: {{l1_size: 4MiB, l3_size: 48MiB}}
 network:
   listen_host: {address}
   local_sockets: false
   drop_table: {drop_table}
-  request_timeout: 500ms
+  request_timeout: {request_timeout_ms}ms
   connect_timeout: 500ms
 cluster:
   shards: {shards}
@@ -99,6 +104,8 @@ class Cluster:
         """By host and role."""
         self.agents: dict[str, Agent] = {}
         self._paused: set[tuple[str, str]] = set()
+        self._ports: dict[str, int] = {}
+        """Of controllers whose hosts share an address."""
         try:
             self._open(kind)
         except BaseException:
@@ -106,7 +113,8 @@ class Cluster:
             raise
 
     def _open(self, kind: str) -> None:
-        self.instance = Instance.create(f"chaos-{secrets.token_hex(4)}")
+        _sweep()
+        self.instance = Instance.create(f"{INSTANCE}-{os.getpid()}-{secrets.token_hex(4)}")
         self._ends.callback(self._remove_instance)
         self.hosts: Hosts = (
             Namespaces(self.scenario.nodes)
@@ -175,8 +183,9 @@ class Cluster:
             Unavailable: they do not, in time.
         """
         names = {self.name(node, role) for role in self._roles(node, part)}
-        deadline = time.monotonic() + STARTED_WITHIN_S
-        self._wait(lambda: names <= {each.node for each in self._records()}, deadline, f"{node} is not back")
+        deadline, those = time.monotonic() + STARTED_WITHIN_S, self._chosen(node, part)
+        there = lambda: names <= {each.node for each in self._records()}  # noqa: E731
+        self._wait(there, deadline, f"{node} is not back", those)
         if isinstance(self.hosts, Loopback):
             self.hosts.repeat(self.nodes)  # it knows nothing of the cuts that stand
         return self.shard_addresses().get(self.name(node, "shard"), "")
@@ -210,7 +219,7 @@ class Cluster:
         """Hosts that share an address have different ports."""
         if self.hosts.kind == "namespaces":
             return CONTROLLER_PORT
-        return CONTROLLER_PORT + 16 * (os.getpid() % 1000) + self.nodes.index(node)
+        return self._ports.setdefault(node, _free_port(self.hosts.address(node)))
 
     # -- the clients
 
@@ -274,6 +283,7 @@ class Cluster:
         self._config(node).write_text(
             _CONFIG.format(
                 address=self.hosts.address(node),
+                request_timeout_ms=round(1000 * REQUEST_TIMEOUT_S),
                 drop_table="true" if self.hosts.kind == "loopback" else "false",
                 shards=shards,
                 replicas=replicas,
@@ -292,9 +302,13 @@ class Cluster:
         """Hosts whose shard is registered."""
         return {self.host_of(each.node) for each in self._records() if each.role == "shard"}
 
-    def _wait(self, look: Callable[[], bool], deadline: float, what: str) -> None:
+    def _wait(
+        self, look: Callable[[], bool], deadline: float, what: str, those: Sequence[Process] | None = None
+    ) -> None:
+        """Until it is so, ``deadline``, or one of ``those`` processes (``None`` = any) has ended."""
+        those = list(self._processes.values()) if those is None else those
         while not look():
-            ended = [each for each in self._processes.values() if not each.alive]
+            ended = [each for each in those if not each.alive]
             if ended or time.monotonic() > deadline:
                 words = "; ".join(f"{each.name}: {each.last_words()}" for each in ended)
                 raise Unavailable(f"{what}{': ' + words if words else ' in time'}")
@@ -346,3 +360,19 @@ class Cluster:
 def _over_tcp(node: NodeRecord) -> str:
     """A node's address for callers of other hosts; a drop table is told all of them."""
     return next((each for each in node.addresses if each.startswith("tcp:")), node.addresses[0])
+
+
+def _free_port(host: str) -> int:
+    """Nobody listens there now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _sweep() -> None:
+    """Remove the clusters of stories whose process is gone."""
+    for instance in Instance.list():
+        found = _OURS.fullmatch(instance.name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            with suppress(KVCommError):  # some of its nodes are still on their way out
+                instance.remove()

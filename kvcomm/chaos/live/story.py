@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -49,6 +50,7 @@ from kvcomm.chaos.shapes import cuts_of, sides
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.wire.messages import ClusterView, OrderAnswer, RecordState
 
+FOLDER = "kvcomm-chaos"
 EQUAL_EVERY_S = 0.1
 BEFORE, DURING, AFTER = range(3)
 """Phases: before the first fault, until all is healed, and after that."""
@@ -81,7 +83,8 @@ def tell(
     """
     if why := unable(scenario, backend):
         return skipped(scenario, backend, seed, why)
-    directory = Path(tempfile.mkdtemp(prefix="kvcomm-chaos-"))
+    _sweep()
+    directory = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-"))
     try:
         cluster = (
             Cluster(scenario, backend, directory, seed)
@@ -117,6 +120,14 @@ def unable(scenario: Scenario, backend: str) -> str:
         names = " and ".join(sorted(kind.__name__.lower() for kind in needs))
         return f"{backend} cannot make {names}; run it in namespaces"
     return ""
+
+
+def _sweep() -> None:
+    """Remove the folders of stories whose process is gone."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}-*-*"):
+        pid = left.name.removeprefix(f"{FOLDER}-").partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _not_storage(directory: str, names: Sequence[str]) -> list[str]:

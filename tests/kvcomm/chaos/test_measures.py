@@ -112,6 +112,7 @@ def test_shares_count_whom_a_replica_or_a_majority_is_with() -> None:
     assert values["strong_share"] == 0.5
     assert (values["eventual_answered"], values["strong_answered"]) == (1, 1)
     assert (values["eventual_failed"], values["strong_failed"]) == (2, 2)
+    assert values["failed_share"] == pytest.approx(4 / 6)
 
 
 def test_the_heal_is_over_when_every_node_had_an_answer_of_every_kind() -> None:
