@@ -273,9 +273,7 @@ class Controller:
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
         ring, lead = self.ring, self._leading(now)
         newer = ring if ring is not None and ring.epoch > beat.epoch else None
-        plan = None
-        if beat.role == "launcher" and lead is not None and lead.noted_journal is not None:
-            plan = lead.noted_journal.nodes
+        plan = lead.plan if beat.role == "launcher" and lead is not None else None
         return HeartbeatAnswer(
             leader=self._leader_known(now),
             epoch=self.epoch,

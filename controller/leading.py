@@ -194,6 +194,11 @@ class Lead:
         """Of operations, newest first."""
         return [] if self.journal is None else self._conductor.views(self.journal, now)
 
+    @property
+    def plan(self) -> list[NodePlan] | None:
+        """What launchers are to run; ``None``: nobody knows, and what runs is to go on."""
+        return None if self.noted_journal is None or self._lost else self.noted_journal.nodes
+
     def work(self, now: float) -> list[Effect]:
         """All that can be done now; nothing after the lease."""
         if now >= self.until or self.over:

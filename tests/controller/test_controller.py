@@ -8,7 +8,16 @@ from msgspec.structs import replace
 from controller.controller import Controller, ControllerOptions, Deposed, Follows, Led, Note, Recall
 from controller.journal import decode_journal
 from kvcomm.machine import ConnectionId, Origin, Received, Reply, Resumed
-from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, Ping, RingGet, ScaleOrder
+from kvcomm.wire.messages import (
+    ClusterGet,
+    ClusterView,
+    Failure,
+    HeartbeatAnswer,
+    Message,
+    Ping,
+    RingGet,
+    ScaleOrder,
+)
 from tests.controller.world import RULES, FakeNode, NoAnswer, World, plans
 
 
@@ -140,6 +149,23 @@ def test_records_lost_under_a_leader_are_made_again() -> None:
         node.take(newer)
     world.run(4)
     assert world.ring.epoch == 1007
+
+
+def test_while_records_are_lost_nothing_is_planned() -> None:
+    """What runs may be more than the plan that was found knows of, and part of a newer map."""
+    world = started()
+    assert answer(world).plan is not None
+    world.nodes["shard-0"].take(replace(world.ring, epoch=7))
+    world.note_outcome = lambda _: "unknown"
+    world.run(1)
+    assert answer(world).plan is None
+
+
+def answer(world: World) -> HeartbeatAnswer:
+    """To the launcher."""
+    told = world.ask("controller-0", world.launcher.beat())
+    assert isinstance(told, HeartbeatAnswer)
+    return told
 
 
 def test_the_first_epoch_is_never_issued_twice() -> None:
