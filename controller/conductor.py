@@ -74,6 +74,8 @@ class Conductor:
         self._phase: tuple[int, str] = (0, "")
         self._spent_from = now
         self._trouble = ""
+        self._declined = ""
+        """Why the last plan of the standing policy cannot be carried out."""
         self._copied = False
 
     def saw(self, beat: Heartbeat, now: float) -> None:
@@ -141,10 +143,15 @@ class Conductor:
         if self._policy is None or now < self._policy_at:
             return None
         self._policy_at = now + POLICY_S
+        self._declined = ""
         view = self._history.view(ring, self._options.move_rate_bytes_s, now)
         if view is None:
             return None
-        return orders.rebalance(self._options.policy, self._policy.plan(view), ring, journal)
+        try:
+            return orders.rebalance(self._options.policy, self._policy.plan(view), ring, journal)
+        except Refused as error:
+            self._declined = error.message
+            return None
 
     def _reports(self, journal: Journal, ring: RingMap, now: float) -> dict[str, ShardReport]:
         """On the shards of the map, and on those that are planned beside it."""
@@ -230,11 +237,15 @@ class Conductor:
         under_way = journal.under_way
         if under_way is not None:
             views[0] = self._present(under_way, now)
-        elif self._trouble:
-            views.insert(
-                0, OperationView(0, "go on without dead shards", "planned", 0.0, -1.0, [], self._trouble)
-            )
-        return views
+            return views
+        wishes = (
+            ("go on without dead shards", self._trouble),
+            (f"rebalance ({self._options.policy})", self._declined),
+        )
+        wanted = [
+            OperationView(0, what, "planned", 0.0, -1.0, [], trouble) for what, trouble in wishes if trouble
+        ]
+        return [*wanted, *views]
 
     def _present(self, operation: Operation, now: float) -> OperationView:
         step: str = operation.step

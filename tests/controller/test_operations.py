@@ -197,6 +197,20 @@ def test_rebalancing_takes_keys_from_the_busy() -> None:
     settled(world)
 
 
+def test_a_standing_policy_whose_plan_cannot_be_carried_out_is_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("controller.orders.RANGES_MAX", 3)
+    world = World(plans(4), rules=RULES, options=ControllerOptions(policy="greedy"))
+    world.elect()
+    world.run(3)
+    for name in shards(world):
+        world.nodes[name].load = ShardLoad(ops_s=4000.0 if name == "shard-1" else 1000.0)
+    world.run(20)
+    assert world.ring.epoch == 1
+    assert "rebalance (greedy)" in last(world).what and "at most 3 ranges" in last(world).trouble
+
+
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
