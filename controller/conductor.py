@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controller import orders
 from controller.journal import Journal, Operation
-from controller.moving import ShardReport
+from controller.moving import Moving, ShardReport
 from controller.operating import go_on, resumed, taken_back
 from controller.placement import shards_of
 from controller.policies.port import Policy
@@ -134,10 +134,17 @@ class Conductor:
         if not dead:
             return None
         try:
-            return orders.replace_dead(dead, ring, journal)
+            operation = orders.replace_dead(dead, ring, journal)
         except Refused as error:
-            self._trouble = f"{', '.join(dead)} has been dead for too long: {error.message}"
+            trouble = error.message
+        else:
+            # Not begun before it may start: whoever comes back meanwhile is not gone on without.
+            target = [node.node for node in operation.shards]
+            trouble = Moving(ring, shards, target=target).judge_start().trouble
+        if trouble:
+            self._trouble = f"{', '.join(dead)} has been dead for too long: {trouble}"
             return None
+        return operation
 
     def _rebalancing(self, journal: Journal, ring: RingMap, now: float) -> Operation | None:
         if self._policy is None or now < self._policy_at:

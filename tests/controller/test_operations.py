@@ -372,6 +372,21 @@ def test_too_few_shards_to_go_on_without_one_is_said() -> None:
 
 
 @pytest.mark.slow
+def test_who_comes_back_before_a_replacement_can_start_is_kept() -> None:
+    world = started(5)
+    world.kill("shard-3")
+    world.kill("shard-4")
+    world.run(80)
+    assert world.ring.epoch == 1, "some keys had both: no map without them may be made"
+    assert "shard-3, shard-4 has been dead for too long" in last(world).trouble
+    accepted(world.order(DrainOrder("pool-0")))
+    world.run(5)
+    world.start(world.dead["shard-3"].plan)
+    world.run(40)
+    assert shards(world) == ["shard-0", "shard-1", "shard-2", "shard-3"]
+    settled(world)
+
+
 def test_a_shard_that_slept_through_a_move_comes_back_clean() -> None:
     world = started(5)
     world.kill("shard-3")
