@@ -135,16 +135,15 @@ class Conductor:
             return None
         try:
             operation = orders.replace_dead(dead, ring, journal)
-        except Refused as error:
-            trouble = error.message
-        else:
             # Not begun before it may start: whoever comes back meanwhile is not gone on without.
             target = [node.node for node in operation.shards]
             trouble = Moving(ring, shards, target=target).judge_start().trouble
-        if trouble:
-            self._trouble = f"{', '.join(dead)} has been dead for too long: {trouble}"
-            return None
-        return operation
+            if not trouble:
+                return operation
+        except Refused as error:
+            trouble = error.message
+        self._trouble = f"{', '.join(dead)} has been dead for too long: {trouble}"
+        return None
 
     def _rebalancing(self, journal: Journal, ring: RingMap, now: float) -> Operation | None:
         if self._policy is None or now < self._policy_at:
