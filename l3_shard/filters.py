@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 from kvcomm.block import BlockKey
 from kvcomm.steps import Steps, ask_all
@@ -46,7 +45,7 @@ class _Held:
 
 class Filters:
     """One client's, over all its shards.  Used by many threads: what they share is replaced as a whole, and a
-    lost update costs a question; but for own puts, which must not get lost.
+    lost update costs a question.  Own puts must not get lost: they are only ever added, or all forgotten.
 
     Args:
         age_s: how old a filter may be; 0 = there are none.
@@ -55,9 +54,9 @@ class Filters:
     def __init__(self, routes: Routes, age_s: float) -> None:
         self._routes, self._age_s = routes, age_s
         self._held: dict[str, _Held] = {}
-        self._lock = Lock()  # of the two below
         self._puts: dict[BlockKey, float] = {}
         self._forgot_at = float("-inf")
+        """What was asked for until then counts for nothing."""
         self._window_at = float("-inf")
         self._counts = (0, 0)  # absent and present keys of this window
         self._flood = False
@@ -96,10 +95,10 @@ class Filters:
         if not self._age_s:
             return
         now = self._routes.now()
-        with self._lock:
-            if len(self._puts) + len(keys) > PUTS_MAX:
-                self._held, self._puts, self._forgot_at = {}, {}, now
-            self._puts.update(dict.fromkeys(keys, now))
+        if len(self._puts) + len(keys) > PUTS_MAX:
+            self._forgot_at = now
+            self._held, self._puts = {}, {}
+        self._puts.update(dict.fromkeys(keys, now))
 
     def _renew(self, owners: set[str]) -> Steps[None]:
         now, ring = self._routes.now(), self._routes.ring
@@ -122,8 +121,6 @@ class Filters:
                 self._held[node] = _Held(layers, message.epoch, now)
             else:
                 self._routes.failed(node, answer)
-        with self._lock:
-            self._puts = {key: at for key, at in self._puts.items() if now - at <= 2 * self._age_s}
 
     def _absent(self, key: BlockKey, owners: Sequence[str]) -> bool:
         epoch, since, put_at = self._routes.ring.epoch, self._routes.now() - self._age_s, self._puts.get(key)
@@ -131,7 +128,7 @@ class Filters:
             held = self._held.get(owner)
             if held is None or held.layers is None or held.epoch != epoch or held.asked_at < since:
                 return False
-            if held.asked_at <= self._forgot_at:  # asked for before, answered after
+            if held.asked_at <= self._forgot_at:
                 return False
             if put_at is not None and held.asked_at <= put_at:
                 return False
