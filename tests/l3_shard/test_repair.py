@@ -193,6 +193,16 @@ def test_large_values_travel_in_pieces():
     assert equal(cluster) and len(cluster.disks["b"].records) == 12
 
 
+def test_a_lone_shard_with_a_new_store_answers():
+    """Nobody is there that it could learn from."""
+    cluster = Cluster(1, "a", repair=OPTIONS, write=1)
+    cluster.map = structs.replace(cluster.map, epoch=5)
+    cluster.lose("a")
+    cluster.run(until=cluster.now + 0.2)
+    assert counts(cluster, "a").caught_up
+    assert ask(cluster, "a", RecordScan(b"", b"", 9)) == RecordKeys([])
+
+
 @pytest.mark.slow
 def test_a_new_store_is_no_witness_until_it_has_caught_up():
     """The write was acknowledged by b and c; then b loses its disk.  c and the empty b must not agree on
