@@ -288,7 +288,7 @@ class ControllerProcess(ShardProcess):
         draw = controllers.cluster.world.draw.fork(f"{host.name}.lease")
         holder = f"{host.name}/{host.life}"
         self._leases = LeasePlane(self._strong_plane, host.clock, draw.unit, lambda: holder)
-        self._tenure = _Tenure(holder, TTL_S)
+        self._tenure = _Tenure(holder, TTL_S, kin=f"{host.name}/")
         self._tenure.told = self._saw
         host.soon(lambda: self.deliver(RingChanged(metadata.map)))
         host.soon(self._campaign)

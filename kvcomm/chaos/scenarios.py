@@ -91,9 +91,9 @@ def _halves(hold_s: float, seed: int) -> Scenario:
     return Scenario(
         "halves",
         "Of two sides the one with the majority of a strong record goes on after less than a second;"
-        " the other refuses, with an error of the right kind and in time. Eventual records go on on both "
-        "sides. After the heal the first call of every kind is good within 1.5 s, and replicas are equal "
-        "within 10 s.",
+        " the other refuses, with an error of the right kind and in time. Eventual records are served on "
+        "both sides. After the heal the first call of every kind is good within 1.5 s, and replicas are "
+        "equal within 10 s.",
         _cut(hold_s, Cut(at_s=WARM_S, shape="halves", groups=[["n1", "n2"], ["n3", "n4", "n5"]])),
         _healed(*_most(strong_gap_s=1.0), *_least(strong_share=0.99)),
         faults=[1],

@@ -34,15 +34,15 @@ LASTING = (
 OF_DISKS = ("lose_disk", "bit_flip", "disk_full", "disk_stall", "sync_failed", "power_cut")
 """Faults that few of the others bring to light: in half of the worlds one of them is frequent."""
 
-CONTROLLED = 0.68
+CONTROLLED = 0.85
 """Share of the worlds in which controllers move records."""
 OF_VOTERS = ("amnesia", "move", "lose_disk", "bit_flip", "kill", "halves")
 """Faults that make acceptors forget, or replace them: in half of the worlds with strong records one of them
 is frequent."""
 
 
-def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
-    """The world of ``seed``."""
+def draw_plan(seed: int, mode: Mode = "safety", *, controlled: bool = True) -> Plan:
+    """The world of ``seed``; without controllers if it may not be ``controlled``."""
     draw, strong = Draw(seed).fork("plan"), Draw(seed).fork("strong")
     shards = draw.weighted(((1, 1), (2, 1), (3, 8), (4, 2), (5, 5), (7, 1)))
     replicas = draw.weighted(((1, 1), (2, 2), (3, 10), (5, 2)))
@@ -92,7 +92,8 @@ def draw_plan(seed: int, mode: Mode = "safety") -> Plan:
         fragile=draw.choice((0.0, 0.0, 0.002, 0.01)),
         losses=min(write_quorum, copies) - 1 if draw.chance(0.7) else 0,
     )
-    plan = _with_controllers(plan, Draw(seed).fork("moves")) if mode == "safety" else plan
+    if controlled and mode == "safety":
+        plan = _with_controllers(plan, Draw(seed).fork("moves"))
     slowest_s = plan.weather.delay_s[1] + plan.commit_s[1] + plan.turn_s + plan.load_s
     if slowest_s > PATIENT_S:
         return replace(plan, request_timeout_s=4.5, ask_timeout_s=6.0, operation_timeout_s=18.0, quiet_s=20.0)

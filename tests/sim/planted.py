@@ -29,7 +29,6 @@ from kvcomm.chaos.cluster import (
 from kvcomm.chaos.disk import Disk, Fsync, Outcome, Part
 from kvcomm.chaos.draw import Draw
 from kvcomm.chaos.driver import Done
-from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.simulation import simulate
 from kvcomm.chaos.swarm import draw_plan
 from kvcomm.errors import KVCommError, OutcomeUnknown, Unavailable
@@ -77,8 +76,8 @@ class Planted:
     """(module or class, name, what takes its place): what no subclass reaches."""
     first_seed: int = 0
     """Of the worlds to try: where several things must come together, a test need not wait for them."""
-    worlds: Callable[[Plan], bool] = lambda plan: True
-    """Which of them it can show itself in at all."""
+    moves: bool = False
+    """Whether it shows itself in worlds with controllers; else these are left out."""
 
     def plant(self) -> ExitStack:
         """Close it to dig the bug up again."""
@@ -696,8 +695,8 @@ def caught_at(bug: Planted) -> int | None:
     """The first of ``SEEDS_MAX`` seeds in whose world a promise that ``bug`` breaks is found broken."""
     with bug.plant():
         for seed in range(bug.first_seed, bug.first_seed + SEEDS_MAX):
-            plan = draw_plan(seed)
-            if not bug.worlds(plan):
+            plan = draw_plan(seed, controlled=bug.moves)
+            if bug.moves and not plan.controllers:
                 continue
             broken = {violation.promise for violation in simulate(plan, bug.parts).violations}
             if broken & set(bug.promises):

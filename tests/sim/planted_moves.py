@@ -15,7 +15,6 @@ from controller.leading import Lead
 from controller.moving import Moving
 from kvcomm.chaos.cluster import Parts, shipped_shard
 from kvcomm.chaos.controllers import ControllerProcess, Controllers
-from kvcomm.chaos.plan import Plan
 from kvcomm.machine import Effect, Event
 from kvcomm.wire.messages import RecordState, RingMap
 from l3_shard.place import Place
@@ -26,13 +25,8 @@ from l3_shard.shard import TENANT_BYTES, Shard
 from tests.sim.planted import Planted
 
 
-def controlled(plan: Plan) -> bool:
-    """Whether controllers move records in this world."""
-    return plan.controllers > 0
-
-
 def _planted(lie: str, promises: tuple[str, ...], *patches: tuple[Any, str, Any], **words: Any) -> Planted:
-    return Planted(lie, promises, patches=patches, worlds=controlled, **words)
+    return Planted(lie, promises, patches=patches, moves=True, **words)
 
 
 # -- shards

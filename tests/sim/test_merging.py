@@ -32,7 +32,7 @@ from tests.sim.test_swarm import explain
 
 
 def lived(seed: int, parts: Parts | None = None) -> Result:
-    return simulate(merging_plan(draw_plan(seed)), parts, workload=MergingWorkload)
+    return simulate(merging_plan(draw_plan(seed, controlled=False)), parts, workload=MergingWorkload)
 
 
 @pytest.mark.slow

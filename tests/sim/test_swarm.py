@@ -46,7 +46,7 @@ def test_no_promise_is_broken(mode: Mode, seeds: int, capsys: pytest.CaptureFixt
     assert summary.undecided_count <= seeds // 50, "the judge must be able to follow"
     assert summary.done_count > 30 * seeds, "a cluster that refuses everything keeps every promise"
     assert summary.strong_count > 15 * seeds
-    assert summary.moved_count > seeds // 2 or mode == "liveness", "controllers move records in most worlds"
+    assert summary.moved_count >= seeds // 2 or mode == "liveness", "controllers move records in most worlds"
     assert summary.simulated_s > 10 * summary.cpu_s, "the simulator has become slow"
 
 
