@@ -480,7 +480,9 @@ class Repair:
     # -- what neighbours ask
 
     def tree_get(self, origin: Origin, message: TreeGet) -> None:
-        """Answer with digests; for the root once everything written so far is in the tree.
+        """Answer with digests; for the root once everything written so far is in the tree.  For what is
+        below it, too, when we started after the root was told: a tree that is empty yet would equal another
+        empty one.
 
         Raises:
             Refused: the shard is busy, or no tree has such nodes.
@@ -502,7 +504,7 @@ class Repair:
             ]
             self._desk.close(request, TreeDigests(digests, not self._vouches()))
 
-        if message.depth:
+        if message.depth and self.forest.whole:
             answer(True)
         else:
             self._taken(lambda: self.forest.settle(answer))

@@ -26,14 +26,16 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingTransition,
     Sibling,
+    TreeDigests,
     TreeGet,
 )
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.hints import OVERHEAD_BYTES
+from l3_shard.merkle import DEPTH, FAN_OUT, MerkleTree, leaf_of
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.tombstones import _Group
-from tests.l3_shard.cluster import TENANT, Cluster, Faults
+from tests.l3_shard.cluster import NODE_TENANT, TENANT, Cluster, Faults
 from tests.l3_shard.test_cluster import Client, History
 
 K = TENANT + b"k"
@@ -508,6 +510,19 @@ def test_a_peer_of_another_tenant_is_refused():
         cluster.call("a", message, answers.append)
     cluster.run(until=4.0)
     assert [isinstance(answer, Failure) and answer.code for answer in answers] == ["refused"] * 2
+
+
+def test_a_shard_that_was_restarted_below_the_root_tells_no_empty_tree():
+    """Another one that has nothing yet would take itself for equal, and ready (``l3_shard.readiness``)."""
+    cluster = cluster_of()
+    put(cluster, "a", b"k", b"v", {})
+    question = TreeGet(1, "b", 1, [leaf_of(K) // FAN_OUT ** (DEPTH - 1)])
+    answers: list[Message] = []
+    cluster.crash("a")
+    cluster.call("a", question, answers.append, tenant=NODE_TENANT)
+    cluster.run(until=cluster.now + 1.0)
+    (answer,) = answers
+    assert isinstance(answer, TreeDigests) and answer.digests != MerkleTree().children((1, 0))
 
 
 # -- traffic (P6)
