@@ -518,9 +518,10 @@ def test_a_shard_that_was_restarted_below_the_root_tells_no_empty_tree():
     put(cluster, "a", b"k", b"v", {})
     question = TreeGet(1, "b", 1, [leaf_of(K) // FAN_OUT ** (DEPTH - 1)])
     answers: list[Message] = []
+    cluster.faults.disk_s = 0.3
     cluster.crash("a")
     cluster.call("a", question, answers.append, tenant=NODE_TENANT)
-    cluster.run(until=cluster.now + 1.0)
+    cluster.run(until=cluster.now + 2.0)
     (answer,) = answers
     assert isinstance(answer, TreeDigests) and answer.digests != MerkleTree().children((1, 0))
 
