@@ -182,6 +182,7 @@ class Repair:
         self._hurry = Hurry(options.move_rate_bytes)
         self._removed_count = 0
         self._placed = b""
+        self._epoch = ring().epoch
         self._readiness = Readiness(node, ring())
         self._neighbours: dict[str, _Neighbour] = {}
         self._burial: Burial | None = None
@@ -223,6 +224,12 @@ class Repair:
             self._neighbours = {
                 node: _Neighbour(node, self._first_comparison(node)) for node in ring.neighbours(self._node)
             }
+        elif ring.epoch > self._epoch + 1:  # by a map in between we may have been given nothing
+            self._readiness = Readiness(self._node, ring)
+            for neighbour in self._neighbours.values():
+                if self._readiness.wants(neighbour.node):
+                    neighbour.compare_at = self._desk.now
+        self._epoch = ring.epoch
         self.purge.placed()
         for neighbour in self._neighbours.values():
             self._wake(neighbour, self._desk.now)
