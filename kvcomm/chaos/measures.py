@@ -36,7 +36,7 @@ MEASURES: dict[str, str] = {
     "strong_undecided": "strong records whose history was too hard to judge",
     "wrong_bytes": "fetches that returned other bytes than were published",
     "untyped_errors": "calls that raised something else than a documented error",
-    "late_calls": f"calls that came back more than {SLACK_S:g} s after their deadline, or never",
+    "late_calls": f"calls that came back more than {SLACK_S:g} s and lag_s after their deadline, or never",
     "first_failure_s": "from the first fault to the first call that was not answered",
     "first_good_s": "from the last heal until every kind of call has had an answer on every node",
     "equal_s": "from the last heal until all replicas of every record written before were equal, without "
@@ -94,11 +94,12 @@ def measure(scenario: Scenario, observed: Observed) -> Measured:
 # -- the judges
 
 
-def plan_of(scenario: Scenario, quorums: tuple[int, int, int] | None = None) -> Plan:
+def plan_of(scenario: Scenario, quorums: tuple[int, int, int] | None = None, lag_s: float = 0.0) -> Plan:
     """The plan that the judges of the simulator go by.
 
     Args:
         quorums: replicas, write quorum, read quorum; else majorities of the scenario's replicas.
+        lag_s: how late the clients were by themselves.
     """
     copies = min(scenario.replicas, scenario.shards or scenario.nodes)
     replicas, write_quorum, read_quorum = quorums or (copies, copies // 2 + 1, copies // 2 + 1)
@@ -108,18 +109,21 @@ def plan_of(scenario: Scenario, quorums: tuple[int, int, int] | None = None) -> 
         replicas=replicas,
         write_quorum=write_quorum,
         read_quorum=read_quorum,
-        operation_timeout_s=scenario.load.deadline_s + SLACK_S,
+        operation_timeout_s=scenario.load.deadline_s + SLACK_S + lag_s,
         ask_timeout_s=REQUEST_TIMEOUT_S,
         request_timeout_s=0.75 * REQUEST_TIMEOUT_S,
     )
 
 
 def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
-    plan = plan_of(scenario, observed.quorums)
+    lag_s = max((sample.late_s for sample in observed.samples), default=0.0)
+    plan = plan_of(scenario, observed.quorums, lag_s)
     records, _ = observed.history.parted([*KINDS, *_EVENTUAL])
     strong, eventual = records.parted(KINDS)
     if observed.ending is not None:
         yield from check_eventual(plan, eventual, observed.ending)
+    else:
+        yield Violation(UNSEEN, "not every shard told what it keeps at last, so nobody knows what is lost")
     yield from check_strong(plan, strong)
     if observed.equal_s is None:
         yield from (Violation("unequal", text) for text in observed.unequal)
@@ -128,6 +132,7 @@ def _violations(scenario: Scenario, observed: Observed) -> Iterator[Violation]:
         yield from _of_call(operation)
 
 
+UNSEEN = "unseen"
 _EVENTUAL = ("get", "put", "blind", "delete", "batch")
 
 
@@ -141,7 +146,17 @@ def _of_call(operation: Operation) -> Iterator[Violation]:
         yield Violation(UNTYPED, f"{invoked.client}'s {invoked.kind}: {returned.error}")
 
 
-_EVENTUAL_PROMISES = ("lost", "came back", "refused", "made up", "dots", "siblings", "quorums", "sessions")
+_EVENTUAL_PROMISES = (
+    "lost",
+    "came back",
+    "refused",
+    "made up",
+    "dots",
+    "siblings",
+    "quorums",
+    "sessions",
+    UNSEEN,
+)
 _STRONG_PROMISES = ("linearizable", "versions", "back")
 
 

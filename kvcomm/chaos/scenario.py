@@ -175,9 +175,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers in the fault catalogue."""
     nodes: Annotated[int, msgspec.Meta(ge=1, le=NODES_MAX)] = 5
     """Hosts: each has one shard, and the first ones have the controllers."""
-    shards: int | None = None
+    shards: Annotated[int, msgspec.Meta(ge=1, le=NODES_MAX)] | None = None
     """That are in the ring at first; ``None`` = one on every host."""
-    controllers: Annotated[int, msgspec.Meta(ge=1, le=5)] = 3
+    controllers: Literal[1, 3, 5] = 3
     replicas: Annotated[int, msgspec.Meta(ge=1, le=NODES_MAX)] = 3
     load: Load = Load()
     settle_s: Seconds = 3.0
@@ -221,10 +221,9 @@ def scenario_of(document: Any) -> Scenario:
 
 def _problems(scenario: Scenario) -> Iterator[str]:
     """What its parts say against each other."""
-    nodes = scenario.node_names
     if scenario.controllers > scenario.nodes:
         yield f"{scenario.controllers} controllers need as many nodes, not {scenario.nodes}"
-    if not 1 <= (scenario.shards or scenario.nodes) <= scenario.nodes:
+    if (scenario.shards or 1) > scenario.nodes:
         yield f"shards is {scenario.shards}, of {scenario.nodes} nodes"
     before = 0.0
     for number, step in enumerate(scenario.steps, start=1):
@@ -232,15 +231,35 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         if step.at_s < before:
             yield f"{where}: at {step.at_s:g} s, before the step that stands above it"
         before = step.at_s
-        yield from (f"{where}: {problem}" for problem in _problems_of(step, nodes))
+        yield from (f"{where}: {problem}" for problem in _problems_of(step, scenario))
+    yield from _unpaired(scenario.steps)
     for promise in scenario.promises:
         if promise.measure not in MEASURES:
             yield f"promises: no measure {promise.measure!r}; there are: {', '.join(MEASURES)}"
         if promise.at_most is None and promise.at_least is None:
             yield f"promises: {promise.measure} has neither at_most nor at_least"
+        if any(limit != limit for limit in (promise.at_most, promise.at_least)):
+            yield f"promises: the limit of {promise.measure} is not a number"
 
 
-def _problems_of(step: AnyStep, nodes: Sequence[str]) -> Iterator[str]:
+def _unpaired(steps: Sequence[AnyStep]) -> Iterator[str]:
+    """What is to go on, or start again, was paused or killed before by the same name."""
+    hurt: set[tuple[type[Step], str, Part]] = set()
+    for number, step in enumerate(steps, start=1):
+        if isinstance(step, Pause | Kill):
+            hurt.add((type(step), step.node, step.part))
+        elif isinstance(step, Resume | Restart):
+            before = Pause if isinstance(step, Resume) else Kill
+            if (before, step.node, step.part) not in hurt:
+                done = "paused" if before is Pause else "killed"
+                yield (
+                    f"step {number} ({type(step).__name__.lower()}): no step above it {done} "
+                    f"{step.node}, part {step.part}"
+                )
+
+
+def _problems_of(step: AnyStep, scenario: Scenario) -> Iterator[str]:
+    nodes = scenario.node_names
     if isinstance(step, Cut):
         try:
             cuts_of(step.shape, resolved(step.groups, nodes[0]), nodes)
@@ -250,6 +269,10 @@ def _problems_of(step: AnyStep, nodes: Sequence[str]) -> Iterator[str]:
     named = getattr(step, "node", None)
     if named is not None and named not in (*nodes, LEADER):
         yield f"no node {named!r}; there are {', '.join(nodes)} and {LEADER!r}"
+    elif getattr(step, "part", "all") == "controller" and named in nodes[scenario.controllers :]:
+        yield f"{named} has no controller: the first {scenario.controllers} have one"
+    if isinstance(step, Scale) and step.shards > scenario.nodes:
+        yield f"{step.shards} shards need as many nodes, not {scenario.nodes}"
 
 
 def resolved(groups: Sequence[Sequence[str]], leader: str) -> list[list[str]]:

@@ -20,6 +20,8 @@ def parse_scenario(text: str) -> Scenario:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError("not a scenario: brackets within brackets, far too deep") from None
     return scenario_of(document)
 
 

@@ -426,7 +426,7 @@ def _old_map(hold_s: float, seed: int) -> Scenario:
         [Move(at_s=WARM_S, first_share=0.0, last_share=0.5, node="n4")],
         [
             *UNTOUCHED,
-            *_most(orders_open=0, orders_undone=0, eventual_failed=0, strong_failed=0, key_stop_s=1.0),
+            *_most(orders_open=0, orders_undone=0, failed_share=0.01, key_stop_s=1.0),
         ],
         faults=[36],
         settle_s=max(8.0, hold_s),

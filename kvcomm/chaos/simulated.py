@@ -158,6 +158,8 @@ class _Story:
         self._phase = 0
         self._healed_at: float | None = None
         self._equal_at: float | None = None
+        self._leader_then: dict[str, str] = {}
+        """Whoever it was when it was hurt, by what was hurt of it: that comes back."""
         self._open: set[int] = set()
         self._doing: dict[int, str] = {}
         """What the controllers say of each order."""
@@ -246,8 +248,11 @@ class _Story:
         if node != LEADER:
             return node
         if isinstance(step, Resume | Restart):
-            return next(each.split()[1] for each in self._broken if each.startswith("down"))
-        return self._leader()
+            return self._leader_then[step.part]
+        leader = self._leader()
+        if isinstance(step, Pause | Kill):
+            self._leader_then[step.part] = leader
+        return leader
 
     # -- the steps
 

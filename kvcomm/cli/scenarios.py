@@ -153,12 +153,16 @@ def summary(
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, so that processes, namespaces and files go."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """SIGTERM and a terminal that closes end it as Ctrl-C does: processes, namespaces and files go."""
+    before = {
+        number: signal.signal(number, lambda caught, _: sys.exit(128 + caught))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _named(names: list[str]) -> list[str]:
@@ -181,6 +185,8 @@ def _scenario(name: str, hold: float | None, seed: int) -> Scenario:
         return parse_scenario(Path(name).read_text())
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: no text, {error.reason} at byte {error.start}") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

@@ -52,7 +52,7 @@ async def served(tenant: str = NODE_TENANT) -> AsyncIterator[tuple[AsyncPeers, s
         Nothing(), node="n", role="shard", instance="i", incarnation=Incarnation(5), credentials=CREDENTIALS
     )
     (address,) = await server.start(["tcp://127.0.0.1:0"])
-    peers = AsyncPeers(Identity(CREDENTIALS.token(tenant), CALLER), connect_timeout_s=0.2)
+    peers = AsyncPeers(Identity(CREDENTIALS.token(tenant), CALLER), connect_timeout_s=10.0)
     try:
         yield peers, address
     finally:
@@ -60,7 +60,7 @@ async def served(tenant: str = NODE_TENANT) -> AsyncIterator[tuple[AsyncPeers, s
         await server.close()
 
 
-async def ask(peers: AsyncPeers, address: str, message: Message, within_s: float = 0.2) -> Answer:
+async def ask(peers: AsyncPeers, address: str, message: Message, within_s: float = 10.0) -> Answer:
     return await peers.start([Ask(address, message)], peers.clock() + within_s)[0].answer()
 
 
@@ -87,8 +87,8 @@ def test_what_a_caller_says_or_hears_waits_until_the_table_is_empty(
         async with served() as (peers, address):
             assert (await ask(peers, address, Ping())).message == Pong()
             table.set([peer(address)])
-            held = peers.start([Ask(address, Ping())], peers.clock() + 5.0)[0]
-            given_up = (await ask(peers, address, Ping())).message
+            held = peers.start([Ask(address, Ping())], peers.clock() + 10.0)[0]
+            given_up = (await ask(peers, address, Ping(), 0.2)).message
             assert isinstance(given_up, Failure)
             assert held.exchange.answer is None
             table.set([])
@@ -103,10 +103,11 @@ def test_a_server_that_is_deaf_to_a_caller_welcomes_it_later(table: DropTable) -
     async def story() -> None:
         async with served() as (peers, address):
             table.set([DropPeer([], CALLER, False, True)])
+            peers.connect_timeout_s = 0.2
             with pytest.raises(Unavailable):
-                await peers.welcome(address, peers.clock() + 5.0)
-            peers.connect_timeout_s = 5.0
-            greeting = asyncio.create_task(peers.welcome(address, peers.clock() + 5.0))
+                await peers.welcome(address, peers.clock() + 10.0)
+            peers.connect_timeout_s = 10.0
+            greeting = asyncio.create_task(peers.welcome(address, peers.clock() + 10.0))
             done, _ = await asyncio.wait([greeting], timeout=0.1)
             assert not done
             table.set([])
@@ -121,7 +122,8 @@ def test_a_server_that_is_mute_to_a_caller_does_what_it_is_told_and_does_not_ans
         async with served() as (peers, address):
             assert (await ask(peers, address, Ping())).message == Pong()
             mute = DropOrder([DropPeer([], CALLER, True, False)])
-            assert isinstance((await ask(peers, address, mute)).message, Failure)  # the answer is held back
+            answer = (await ask(peers, address, mute, 0.2)).message
+            assert isinstance(answer, Failure)  # it is held back
             assert table.gate(CALLER) == Gate(mute=True)
 
     asyncio.run(story())

@@ -545,12 +545,14 @@ def test_a_connection_that_does_not_open_is_not_waited_for_by_those_who_come_lat
                 each.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_answers_others_in_time_is_kept(service: KeyValues) -> None:
     with served(service) as server:
 
         async def main() -> None:
             async with peers_of() as peers:
-                slow = peers.start([Ask(server.address, PUT)], soon(0.1))[0]
+                assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()
+                slow = peers.start([Ask(server.address, PUT)], soon(0.5))[0]
                 assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()
                 assert code(await slow.answer()) == "outcome_unknown"
                 assert (await run_async(ask(Ask(server.address, RingGet())), peers, soon())).message == Done()

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvcomm.chaos.scenario import Cut, Heal, Kill, Load, Promise, Restart, Scale, Scenario, Slow
+from kvcomm.chaos.scenario import (
+    Cut,
+    Heal,
+    Kill,
+    Load,
+    Pause,
+    Promise,
+    Restart,
+    Resume,
+    Scale,
+    Scenario,
+    Slow,
+)
 from kvcomm.chaos.simulated import run_in_simulator
 
 pytestmark = pytest.mark.slow
@@ -41,6 +53,17 @@ def test_the_leader_is_killed_while_records_move() -> None:
     report = run_in_simulator(story, 1)
     assert report.outcome == "passed", report.text()
     assert report.measured["leader_changes"] and report.measured["epochs"] >= 2  # type: ignore[operator]
+
+
+def test_the_leader_that_was_paused_goes_on_though_others_are_down() -> None:
+    story = scenario(
+        Kill(at_s=0.5, node="n5", part="shard"),
+        Pause(at_s=1.0, node="leader", part="controller"),
+        Resume(at_s=2.0, node="leader", part="controller"),
+        Restart(at_s=2.5, node="n5", part="shard"),
+    )
+    told = [event.what for event in run_in_simulator(story, 2).events]
+    assert told[2] == told[1].replace("pause", "resume")
 
 
 def test_a_promise_that_cannot_be_kept_fails() -> None:

@@ -171,7 +171,7 @@ def kept_safe(report: Report) -> None:
 
 
 def test_halves() -> None:
-    scenario = msgspec.structs.replace(scenario_named("halves", 2.5), settle_s=2.0)
+    scenario = msgspec.structs.replace(scenario_named("halves", 2.5), settle_s=3.0)
     report = tell(scenario, "loopback" if missing() else "namespaces", seed=3)
     kept_safe(report)
     assert report.faults[0].sides == [["n1", "n2"], ["n3", "n4", "n5"]]
@@ -182,14 +182,14 @@ def test_halves() -> None:
 
 
 def test_the_leader_is_isolated() -> None:
-    scenario = msgspec.structs.replace(scenario_named("isolate-leader", 7.5), settle_s=1.0)
+    scenario = msgspec.structs.replace(scenario_named("isolate-leader", 7.5), settle_s=3.0)
     report = tell(scenario, usable("namespaces"), seed=4)
     kept_safe(report)
     assert report.measured["leader_back_s"] != "never", report.text()
 
 
 def test_a_random_split() -> None:
-    scenario = msgspec.structs.replace(scenario_named("random-split", 2.0, seed=5), settle_s=1.5)
+    scenario = msgspec.structs.replace(scenario_named("random-split", 2.0, seed=5), settle_s=3.0)
     kept_safe(tell(scenario, usable("namespaces"), seed=5))
 
 

@@ -211,9 +211,19 @@ class Cluster:
             for node in self.nodes[: self.scenario.controllers]
         ]
 
+    def controller_address(self, name: str) -> str:
+        """Of one of them, by its name in the cluster; "" = it is not known."""
+        return dict(
+            zip(
+                (self.name(node, "controller") for node in self.nodes),
+                self.controller_addresses(),
+                strict=False,
+            )
+        ).get(name, "")
+
     def shard_addresses(self) -> dict[str, str]:
         """Of the living shards, by name."""
-        return {each.node: _over_tcp(each) for each in self._records() if each.role == "shard"}
+        return {each.node: over_tcp(each) for each in self._records() if each.role == "shard"}
 
     def _controller_port(self, node: str) -> int:
         """Hosts that share an address have different ports."""
@@ -357,7 +367,7 @@ class Cluster:
             self.instance.remove()
 
 
-def _over_tcp(node: NodeRecord) -> str:
+def over_tcp(node: NodeRecord) -> str:
     """A node's address for callers of other hosts; a drop table is told all of them."""
     return next((each for each in node.addresses if each.startswith("tcp:")), node.addresses[0])
 
@@ -374,5 +384,8 @@ def _sweep() -> None:
     for instance in Instance.list():
         found = _OURS.fullmatch(instance.name)
         if found is not None and not Path(f"/proc/{found[1]}").exists():
+            for each in instance.nodes():
+                with suppress(ProcessLookupError):  # one that stands still ends now, its input is closed
+                    os.kill(each.pid, signal.SIGCONT)
             with suppress(KVCommError):  # some of its nodes are still on their way out
                 instance.remove()

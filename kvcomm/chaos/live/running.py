@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from kvcomm.chaos.live.cluster import STARTED_WITHIN_S, Cluster
+from kvcomm.chaos.live.cluster import STARTED_WITHIN_S, Cluster, over_tcp
 from kvcomm.chaos.live.loopback import Loopback
 from kvcomm.chaos.scenario import Part, Scenario
 from kvcomm.errors import KVCommError, Refused, Unavailable
@@ -106,10 +106,10 @@ class RunningCluster(Cluster):
         return self._hosts_of.get(name, self.nodes[-1])
 
     def controller_addresses(self) -> list[str]:
-        return [
-            next((address for address in each.addresses if address.startswith("tcp:")), each.addresses[0])
-            for each in self._of_role("controller")
-        ]
+        return [over_tcp(each) for each in self._of_role("controller")]
+
+    def controller_address(self, name: str) -> str:
+        return next((over_tcp(each) for each in self._of_role("controller") if each.node == name), "")
 
     def _roles(self, node: str, part: Part) -> list[str]:
         wanted = ("shard", "controller") if part == "all" else (part,)

@@ -57,6 +57,8 @@ BEFORE, DURING, AFTER = range(3)
 LEADER_WITHIN_S = 15.0
 ORDER_WITHIN_S = 60.0
 RING_WITHIN_S = 30.0
+SEEN_WITHIN_S = 15.0
+"""By then every shard has told what it keeps at last."""
 ENDED = ("done", "cancelled", "rolled back", "failed")
 """Last steps of an operation."""
 POINT_MAX = (1 << 64) - 1
@@ -147,6 +149,8 @@ class _Story:
         self._unequal: list[str] = []
         """What stood against it when it was looked at last."""
         self._begin = 0.0
+        self._leader_then: dict[Part, str] = {}
+        """Whoever it was when it was hurt, by what was hurt of it: that comes back."""
         self._open: set[int] = set()
         """Orders that are being carried out."""
         self._late_s = 0.0
@@ -314,12 +318,12 @@ class _Story:
         node = getattr(step, "node", "")
         if node != LEADER:
             return str(node)
-        if isinstance(step, Resume | Restart):  # whoever it was when it was hurt
-            downs = [each.split()[1] for each in self._broken if each.startswith("down")]
-            if not downs:
-                raise Unavailable("no leader was paused or killed, so none can come back")
-            return downs[0]
-        return self._leader()
+        if isinstance(step, Resume | Restart):
+            return self._leader_then[step.part]
+        leader = self._leader()
+        if isinstance(step, Pause | Kill):
+            self._leader_then[step.part] = leader
+        return leader
 
     def _change(
         self,
@@ -377,9 +381,9 @@ class _Story:
         addresses = self._cluster.controller_addresses()
         view = self._view_of(addresses)
         if view.leader and view.leader != view.controller:
-            number = int(view.leader.rpartition("-")[2])
+            address = self._cluster.controller_address(view.leader)
             with suppress(Unavailable):
-                return self._view_of(addresses[number : number + 1])
+                return self._view_of([address] if address else [])
         return view
 
     def _view_of(self, addresses: list[str]) -> ClusterView:
@@ -453,6 +457,9 @@ class _Story:
         eventual, strong = self._keys(self._history())
         cluster.everybody(Look(eventual, strong), 120.0)
         stored = self._stored(eventual, strong)
+        seen_by = time.monotonic() + SEEN_WITHIN_S
+        while stored.missing and time.monotonic() < seen_by:
+            stored = self._stored(eventual, strong)
         cluster.everybody(Save())
         return Observed(
             cluster.nodes, self._begin, end, self._history(), self._marks, self._episodes, self._samples(),

@@ -60,7 +60,9 @@ class Told:
         return measure(scenario, self.observed(**more)).values
 
     def observed(self, **more: object) -> Observed:
-        facts: dict[str, object] = {"episodes": [SPLIT], "owners": OWNERS, "equal_s": 1.0} | more
+        ending = Ending({}, intact=True)
+        facts: dict[str, object] = {"episodes": [SPLIT], "owners": OWNERS, "equal_s": 1.0, "ending": ending}
+        facts |= more
         return Observed(NODES, 0.0, 40.0, self.history, **facts)  # type: ignore[arg-type]
 
 
@@ -69,6 +71,17 @@ def test_every_measure_has_a_meaning_and_an_empty_story_breaks_nothing() -> None
     assert set(values) == set(MEASURES)
     broken = ("eventual_broken", "strong_broken", "wrong_bytes", "untyped_errors", "late_calls")
     assert all(values[name] == 0 for name in broken)
+
+
+def test_what_could_not_be_looked_at_is_not_passed() -> None:
+    assert Told().values(ending=None)["eventual_broken"] == 1
+
+
+def test_a_call_is_late_by_more_than_its_client_was_by_itself() -> None:
+    told = Told()
+    told.read("n1.s0", "left", 5.0, took_s=2.8)
+    assert told.values()["late_calls"] == 1
+    assert told.values(samples=[Sample(6.0, "n1", late_s=0.6)])["late_calls"] == 0
 
 
 def test_the_gap_is_of_the_side_with_the_majority_and_of_its_records() -> None:

@@ -75,6 +75,16 @@ def test_a_file_of_a_user() -> None:
         ({"promises": [{"measure": "equal_s"}]}, "neither at_most nor at_least"),
         ({"nodes": 2, "controllers": 3, "steps": []}, "need as many nodes"),
         ({"nodes": 3, "shards": 4}, "of 3 nodes"),
+        ({"shards": 0}, r"\$\.shards"),
+        ({"controllers": 2}, r"\$\.controllers"),
+        ({"steps": [{"do": "kill", "at_s": 1, "node": "n5", "part": "controller"}]}, "n5 has no controller"),
+        ({"steps": [{"do": "scale", "at_s": 1, "shards": 6}]}, "6 shards need as many nodes"),
+        ({"steps": [{"do": "resume", "at_s": 1, "node": "n1"}]}, "no step above it paused n1, part all"),
+        (
+            {"steps": [{"do": "pause", "at_s": 1, "node": "n1"}, {"do": "restart", "at_s": 2, "node": "n1"}]},
+            "no step above it killed n1",
+        ),
+        ({"promises": [{"measure": "equal_s", "at_most": float("nan")}]}, "is not a number"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(changes: dict[str, Any], complaint: str) -> None:
@@ -82,7 +92,7 @@ def test_what_is_wrong_is_told_with_its_place(changes: dict[str, Any], complaint
         scenario_of(document(**changes))
 
 
-@pytest.mark.parametrize("text", ["steps: [", "just words", "- 1"])
+@pytest.mark.parametrize("text", ["steps: [", "just words", "- 1", "[" * 5000])
 def test_a_file_that_is_no_scenario(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_scenario(text)
