@@ -4,7 +4,8 @@ A key goes to its first owner that is not passed over.  One that cannot be reach
 when all have failed a moment ago they are tried all the same, for an error must be true.  A newer map is
 adopted and the keys are placed again; once is enough but for somebody who meets a move.  While a record
 moves, the owners that it is moved to or from may coordinate too, after those that it is read from; what needs
-a majority is decided by the latter alone.
+a majority is decided by the latter alone.  Where no owner is left that could be reached, other shards are
+asked once whether there is a newer map.
 
 What needs a majority is waited for longest, and an owner that hangs is found out by the wait alone.  So one
 that was silent when it was asked last is not asked first again when its time to be passed over is up: it is
@@ -65,6 +66,9 @@ class Coordination:
         """What the last owner that could not serve a key said."""
         self._placed: dict[int, int] = {}
         """How often a key was placed again."""
+        self._stranded: list[int] = []
+        """All owners that we know were tried."""
+        self._asked_for_ring = False
         self._records_max = RECORDS_MAX
         self._problems: dict[int, KVCommError] = {}
         self._doubted: dict[str, None] = {}
@@ -97,7 +101,26 @@ class Coordination:
                 self._take(node, indices, answer)
             if self._probes:
                 yield from self._listen()
+            if self._stranded:
+                yield from self._rescue(ring)
         return self._problems
+
+    def _rescue(self, ring: Ring) -> Steps[None]:
+        """No owner by ``ring`` could serve these.  Who was away while shards came and went knows nobody who
+        is left, and only those who own nothing of them can tell."""
+        stranded, self._stranded = self._stranded, []
+        if not self._asked_for_ring:
+            self._asked_for_ring = True
+            tried = {node for index in stranded for node in self._tried.get(index, ())}
+            for answer in (yield from ask_all(self._routes.ask_for_ring(tried))):
+                self._routes.learn(answer.message)
+        if self._routes.ring.epoch > ring.epoch:
+            self._place_again(stranded)
+            return
+        for index in stranded:
+            count = len(self._owners(ring, index))
+            text = f"none of {count} owners of a record could serve it{self._trouble.get(index, '')}"
+            self._problems[index] = Unavailable(text)
 
     def _ask_all(self, asks: Sequence[Ask]) -> Steps[list[Answer]]:
         """And probe the doubted, without waiting for them."""
@@ -135,16 +158,11 @@ class Coordination:
         by_node: dict[str, list[int]] = {}
         todo, self._todo = self._todo, []
         for index in todo:
-            key = self._batch.keys[index]
-            owners = ring.replicas(key) if self._batch.majority else ring.keepers(key)
-            node = self._choose(owners, self._tried.get(index, ()))
+            node = self._choose(self._owners(ring, index), self._tried.get(index, ()))
             if node is not None:
                 by_node.setdefault(node, []).append(index)
             else:
-                text = (
-                    f"none of {len(owners)} owners of a record could serve it{self._trouble.get(index, '')}"
-                )
-                self._problems[index] = Unavailable(text)
+                self._stranded.append(index)
         for node, indices in by_node.items():
             size = 0
             piece: list[int] = []
@@ -157,6 +175,11 @@ class Coordination:
                 piece.append(index)
                 size += self._batch.sizes[index]
             yield node, piece
+
+    def _owners(self, ring: Ring, index: int) -> Sequence[str]:
+        """Who may coordinate it."""
+        key = self._batch.keys[index]
+        return ring.replicas(key) if self._batch.majority else ring.keepers(key)
 
     def _choose(self, owners: Sequence[str], tried: Collection[str]) -> str | None:
         """The first that is healthy, else the first that is not known to be silent, else the first."""

@@ -7,14 +7,14 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcomm.block import Buffer
 from kvcomm.errors import Corrupt, OutcomeUnknown, StaleEpoch, Unavailable
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.frames import Sink
-from kvcomm.wire.messages import Failure, Message, Ping, RingMap, RingNode
+from kvcomm.wire.messages import Failure, Message, Ping, RingGet, RingMap, RingNode
 from l3_shard.ring import Ring, RingError, decode_map
 from l3_shard.speeds import Speeds
 
@@ -29,6 +29,9 @@ LAG_S = 1.0
 """How long a shard that lagged behind another owner is given no copies."""
 RELAPSE_S = 10.0
 """A shard that did not fail for so long after it was passed over has a clean record again."""
+RING_ASKED_MAX = 3
+RING_WAIT_S = 0.25
+"""For maps, where nobody is left whom ours names."""
 WINDOW_KEYS = 16
 WINDOW_BYTES = 8 << 20
 WINDOWS_IN_FLIGHT = 2
@@ -210,16 +213,29 @@ class Routes:
         for_s = min(2 * before.for_s, SHUN_MAX_S) if before is not None and relapsed else SHUN_S
         self._shuns[node] = _Shun(now + for_s, for_s, silent)
 
-    def _adopt(self, detail: bytes) -> bool:
+    def ask_for_ring(self, besides: Collection[str]) -> list[Ask]:
+        """Ask a few shards for their map, none of ``besides`` and nobody who failed a moment ago."""
+        others = [node for node in self.ring.names if node not in besides and self.healthy(node)]
+        return [self.ask(node, RingGet(), timeout_s=RING_WAIT_S) for node in others[:RING_ASKED_MAX]]
+
+    def learn(self, message: Message) -> bool:
+        """Take up a map, if this is one and newer; False = it is none."""
+        if not isinstance(message, RingMap):
+            return False
         try:
-            ring_map = decode_map(detail)
-            if ring_map.epoch > self.ring.epoch:
-                ring = Ring.from_map(ring_map)
+            if message.epoch > self.ring.epoch:
+                ring = Ring.from_map(message)
                 self._shards = _shards_of(self.ring) | _shards_of(ring)
                 self.ring = ring
-        except (Corrupt, RingError):
+        except RingError:
             return False
         return True
+
+    def _adopt(self, detail: bytes) -> bool:
+        try:
+            return self.learn(decode_map(detail))
+        except Corrupt:
+            return False
 
 
 def _shards_of(ring: Ring) -> dict[str, RingNode]:

@@ -39,6 +39,7 @@ from kvcomm.wire.messages import (
     RecordVersion,
     RecordVersions,
     RecordWrite,
+    RingGet,
     RingMap,
     RingNode,
     RingTransition,
@@ -167,6 +168,8 @@ class Shards:
                 return Done(), []
             case Ping():
                 return Pong(), []
+            case RingGet():
+                return self.ring, []
             case RecordGet(keys=keys):
                 return RecordStates([self.records.get(key) for key in keys]), []
             case RecordPut(writes=writes):
@@ -466,6 +469,21 @@ def test_nobody_to_be_reached_is_unavailable_after_everybody_was_tried():
         assert [node for node, _ in shards.asked] and {node for node, _ in shards.asked} == set("abc")
     with pytest.raises(Unavailable):
         shards.run(tier.record_scan(b""))
+
+
+@pytest.mark.parametrize("gone", ["a", "b", "c"])
+def test_who_knows_no_owner_that_is_left_asks_the_others_for_the_map(gone: str):
+    """A client was idle while the only owner that its map names for some records was drained and stopped."""
+    before, after = ring_map(replicas=1), ring_map(names="abc".replace(gone, ""), epoch=9, replicas=1)
+    shards = Shards(after, down={gone: "unavailable"})
+    lost = [name for name in NAMES if Ring.from_map(before).replicas(name) == (gone,)]
+    assert lost
+    tier = shards.tier(before)
+    assert len(shards.run(tier.record_put([write(name) for name in lost]))) == len(lost)
+    assert sum(isinstance(message, RingGet) for _, message in shards.asked) == 2
+    shards.asked.clear()
+    assert len(shards.run(tier.record_get(lost))) == len(lost)
+    assert gone not in {node for node, _ in shards.asked}
 
 
 def test_an_owner_without_a_majority_is_believed_when_the_others_were_silent_a_moment_ago():
