@@ -221,9 +221,15 @@ class Repair:
             self._placed = ring.placement
             self._readiness = Readiness(self._node, ring)
             self.forest.mark_all()
-            self._neighbours = {
-                node: _Neighbour(node, self._first_comparison(node)) for node in ring.neighbours(self._node)
-            }
+            before, self._neighbours = (
+                self._neighbours,
+                {
+                    node: _Neighbour(node, self._first_comparison(node))
+                    for node in ring.neighbours(self._node)
+                },
+            )
+            for node in before.keys() - self._neighbours.keys():
+                self._recovery.gone(node)
         elif ring.epoch > self._epoch + 1:  # by a map in between we may have been given nothing
             self._readiness = Readiness(self._node, ring)
             for neighbour in self._neighbours.values():

@@ -35,7 +35,7 @@ from l3_shard.hints import OVERHEAD_BYTES
 from l3_shard.merkle import DEPTH, FAN_OUT, MerkleTree, leaf_of
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.tombstones import _Group
-from tests.l3_shard.cluster import NODE_TENANT, TENANT, Cluster, Faults
+from tests.l3_shard.cluster import NODE_TENANT, TENANT, Cluster, Faults, ring_map
 from tests.l3_shard.test_cluster import Client, History
 
 K = TENANT + b"k"
@@ -524,6 +524,15 @@ def test_a_shard_that_was_restarted_below_the_root_tells_no_empty_tree():
     cluster.run(until=cluster.now + 2.0)
     (answer,) = answers
     assert isinstance(answer, TreeDigests) and answer.digests != MerkleTree().children((1, 0))
+
+
+def test_who_is_no_neighbour_any_more_is_not_compared_with_after_a_split():
+    cluster = cluster_of()
+    shard = cluster.shards["a"]
+    shard._returned("c", 0.0)
+    assert shard._recovery._waiting
+    cluster.offer(ring_map("abd", epoch=2), ["a"])
+    assert not shard._recovery._waiting, "its merges would be counted for ever"
 
 
 # -- traffic (P6)
