@@ -568,9 +568,10 @@ class Shard:
         return others, need, wide, self.node in replicas and self._vouches(place)
 
     def _vouches(self, place: Place) -> bool:
-        """Whether we have all that we should have of these records."""
+        """Whether we have all that we should have of these records.  Of those that only a newer map than ours
+        gives us we have nothing."""
         return self._background is None or (
-            self._background.caught_up and (self._background.ready or not place.gained)
+            self._background.caught_up and place.ours and (self._background.ready or not place.gained)
         )
 
     @property

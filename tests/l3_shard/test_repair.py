@@ -16,6 +16,7 @@ from kvcomm.wire.messages import (
     Failure,
     LeafGet,
     Message,
+    RecordFetch,
     RecordGet,
     RecordKeys,
     RecordPut,
@@ -533,6 +534,18 @@ def test_who_is_no_neighbour_any_more_is_not_compared_with_after_a_split():
     assert shard._recovery._waiting
     cluster.offer(ring_map("abd", epoch=2), ["a"])
     assert not shard._recovery._waiting, "its merges would be counted for ever"
+
+
+@pytest.mark.parametrize(("node", "vouches"), [("a", True), ("d", False)])
+def test_who_keeps_a_record_by_a_newer_map_only_is_no_witness_of_it(node: str, vouches: bool):
+    cluster = Cluster(1, "abcd", repair=OPTIONS, members="abc")
+    cluster.disks[node].notes[b"caught_up"] = b"1"
+    cluster.crash(node)
+    cluster.run(until=2.0)
+    answers: list[Message] = []
+    cluster.call(node, RecordFetch(2, [K]), answers.append, tenant=NODE_TENANT)
+    cluster.run(until=3.0)
+    assert answers == [RecordStates([None], degraded=not vouches)]
 
 
 # -- traffic (P6)
