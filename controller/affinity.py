@@ -13,12 +13,15 @@ move.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.grouping import Edges, Partitioner, grouped, inside, metis
 from controller.traffic import TrafficGraph
 
+RACKS_MAX = 256
+"""That only agents name, and they may name any: with more, those with the most agents count."""
 SIGMAS = 3.0
 """The judged gain of a grouping that means nothing is 0 on the average, not each time: a gain counts that is
 so many standard errors away from it."""
@@ -120,14 +123,16 @@ class Survey:
 
         Args:
             rooms: racks that there are, and how many agents each takes; ``None`` = its equal share, or what
-                it has.  A rack that only agents name is taken as one of these.
+                it has.  A rack that only agents name is taken as one of these, up to :data:`RACKS_MAX`.
 
         Raises:
             ValueError: no room for all agents.
         """
-        agents = [agent for agent in graph.agents() if agent.rack]
-        racks = sorted({*rooms, *(agent.rack for agent in agents)})
-        homes = [racks.index(agent.rack) for agent in agents]
+        named = Counter(agent.rack for agent in graph.agents() if agent.rack and agent.rack not in rooms)
+        racks = sorted({*rooms, *(rack for rack, _ in named.most_common(RACKS_MAX))})
+        order = {rack: index for index, rack in enumerate(racks)}
+        agents = [agent for agent in graph.agents() if agent.rack in order]
+        homes = [order[agent.rack] for agent in agents]
         place = {agent.agent: index for index, agent in enumerate(agents)}
         rates = [graph.rates(half, now) for half in (0, 1)]
         first, second = (_edges(place, half, pricing.horizon_s) for half in rates)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controller import orders
 from controller.journal import Journal, Operation
-from controller.moving import ShardReport
+from controller.moving import Moving, ShardReport
 from controller.operating import go_on, resumed, taken_back
 from controller.placement import shards_of
 from controller.policies.port import Policy
@@ -33,7 +33,6 @@ from kvcomm.wire.messages import (
     RebalanceOrder,
     RingMap,
     ScaleOrder,
-    ShardLoad,
 )
 
 Order = ScaleOrder | DrainOrder | MoveOrder | RebalanceOrder | CancelOrder
@@ -71,13 +70,13 @@ class Conductor:
         self._policy: Policy | None = policy_named(options.policy) if options.policy else None
         self._policy_at = now
         self._history = LoadHistory()
-        self._loads: dict[str, ShardLoad] = {}
         self._progress = Progress()
         self._phase: tuple[int, str] = (0, "")
         self._spent_from = now
         self._trouble = ""
+        self._declined = ""
+        """Why the last plan of the standing policy cannot be carried out."""
         self._copied = False
-        self._moved_at_epoch = 0
 
     def saw(self, beat: Heartbeat, now: float) -> None:
         """A heartbeat that was news."""
@@ -135,19 +134,30 @@ class Conductor:
         if not dead:
             return None
         try:
-            return orders.replace_dead(dead, ring, journal)
+            operation = orders.replace_dead(dead, ring, journal)
+            # Not begun before it may start: whoever comes back meanwhile is not gone on without.
+            target = [node.node for node in operation.shards]
+            trouble = Moving(ring, shards, target=target).judge_start().trouble
+            if not trouble:
+                return operation
         except Refused as error:
-            self._trouble = f"{', '.join(dead)} has been dead for too long: {error.message}"
-            return None
+            trouble = error.message
+        self._trouble = f"{', '.join(dead)} has been dead for too long: {trouble}"
+        return None
 
     def _rebalancing(self, journal: Journal, ring: RingMap, now: float) -> Operation | None:
         if self._policy is None or now < self._policy_at:
             return None
         self._policy_at = now + POLICY_S
+        self._declined = ""
         view = self._history.view(ring, self._options.move_rate_bytes_s, now)
         if view is None:
             return None
-        return orders.rebalance(self._options.policy, self._policy.plan(view), ring, journal)
+        try:
+            return orders.rebalance(self._options.policy, self._policy.plan(view), ring, journal)
+        except Refused as error:
+            self._declined = error.message
+            return None
 
     def _reports(self, journal: Journal, ring: RingMap, now: float) -> dict[str, ShardReport]:
         """On the shards of the map, and on those that are planned beside it."""
@@ -233,11 +243,15 @@ class Conductor:
         under_way = journal.under_way
         if under_way is not None:
             views[0] = self._present(under_way, now)
-        elif self._trouble:
-            views.insert(
-                0, OperationView(0, "go on without dead shards", "planned", 0.0, -1.0, [], self._trouble)
-            )
-        return views
+            return views
+        wishes = (
+            ("go on without dead shards", self._trouble),
+            (f"rebalance ({self._options.policy})", self._declined),
+        )
+        wanted = [
+            OperationView(0, what, "planned", 0.0, -1.0, [], trouble) for what, trouble in wishes if trouble
+        ]
+        return [*wanted, *views]
 
     def _present(self, operation: Operation, now: float) -> OperationView:
         step: str = operation.step

@@ -149,6 +149,16 @@ class Controller:
         """Of :attr:`ring`; 0 = none."""
         return self.ring.epoch if self.ring is not None else 0
 
+    def beat(self, node: str) -> Heartbeat | None:
+        """The newest of this node's present life; ``None`` = not heard, or forgotten."""
+        return self._roster.beat(node)
+
+    @property
+    def racks(self) -> set[str]:
+        """That the shards and pools are in that are heard of."""
+        names = [*self._roster.of_role("pool"), *self._roster.of_role("shard")]
+        return {beat.rack for name in names if (beat := self._roster.beat(name)) is not None}
+
     def check(self) -> None:
         self._roster.liveness.check()
         if self._lead is not None:
@@ -263,9 +273,7 @@ class Controller:
     def _heartbeat_answer(self, beat: Heartbeat, now: float) -> HeartbeatAnswer:
         ring, lead = self.ring, self._leading(now)
         newer = ring if ring is not None and ring.epoch > beat.epoch else None
-        plan = None
-        if beat.role == "launcher" and lead is not None and lead.noted_journal is not None:
-            plan = lead.noted_journal.nodes
+        plan = lead.plan if beat.role == "launcher" and lead is not None else None
         return HeartbeatAnswer(
             leader=self._leader_known(now),
             epoch=self.epoch,

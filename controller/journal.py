@@ -68,6 +68,8 @@ class Journal(msgspec.Struct, frozen=True, array_like=True):
     """All that launchers are to run."""
     operations: list[Operation] = []
     """Oldest first; at most the last is not over."""
+    drained: list[str] = []
+    """Pools that an operator has drained, whatever the configuration says; sorted."""
 
     @property
     def under_way(self) -> Operation | None:
@@ -104,22 +106,22 @@ class Journal(msgspec.Struct, frozen=True, array_like=True):
     def now(self, operation: Operation) -> Journal:
         """With the last operation in another step; when it is over, with what is to run from then on."""
         assert self.operations and self.operations[-1].number == operation.number
-        nodes = self.nodes
+        nodes, drained = self.nodes, self.drained
         if operation.over:
             gone = operation.leaves if operation.step == "done" else operation.joins
             weights = {node.node: node for node in operation.shards} if operation.step == "done" else {}
+            pools = {node.node for node in self.of_role("pool") if node.node in gone}
+            drained = sorted({*drained, *pools})
             nodes = [weights.get(node.node, node) for node in nodes if node.node not in gone]
             operation = replace(operation, shards=[], ranges=[])  # long lists, and nobody needs them any more
-        return replace(self, nodes=nodes, operations=[*self.operations[:-1], operation])
+        operations = [*self.operations[:-1], operation]
+        return replace(self, nodes=nodes, operations=operations, drained=drained)
 
     def with_pools(self, pools: Iterable[NodePlan]) -> Journal:
         """With the pools of the configuration, which may have changed, but for those that an operator has
         drained."""
-        drained = {
-            node for each in self.operations if each.kind == "drain" and not each.back for node in each.leaves
-        }
         others = [node for node in self.nodes if node.role != "pool"]
-        return replace(self, nodes=[*others, *(pool for pool in pools if pool.node not in drained)])
+        return replace(self, nodes=[*others, *(pool for pool in pools if pool.node not in self.drained)])
 
     def without(self, names: Iterable[str]) -> Journal:
         """These are not to run any more."""
@@ -131,15 +133,25 @@ def first_journal(nodes: Sequence[NodePlan]) -> Journal:
     return Journal(VERSION, list(nodes))
 
 
-def journal_of(ring: RingMap, others: Iterable[NodePlan]) -> Journal:
-    """What can be told from a map and from what is running, when the journal is lost."""
+def journal_of(ring: RingMap, others: Iterable[NodePlan], before: Journal | None = None) -> Journal:
+    """What can be told from a map and from what is running, when the journal is lost.
+
+    Args:
+        before: an older one, whose past counts, but not what it plans: the map may have gone on without it.
+    """
     shards = {node.node: node for node in ring.shards}
     if ring.transition is not None:
         shards.update((node.node, node) for node in ring.transition.shards)
     nodes = [NodePlan(node.node, "shard", node.rack, node.weight) for node in shards.values()]
     nodes += [NodePlan(node.node, "pool", node.rack, node.weight) for node in ring.pools]
     known = {node.node for node in nodes}
-    return first_journal([*nodes, *(node for node in others if node.node not in known)])
+    journal = first_journal([*nodes, *(node for node in others if node.node not in known)])
+    if before is None:
+        return journal
+    lost = before.under_way
+    if lost is not None:
+        before = before.now(replace(lost, step="failed", trouble="the controllers' records were lost"))
+    return replace(journal, operations=before.operations, drained=before.drained)
 
 
 def encode_journal(journal: Journal) -> bytes:

@@ -201,6 +201,11 @@ class Lead:
         """Of operations, newest first."""
         return [] if self.journal is None else self._conductor.views(self.journal, now)
 
+    @property
+    def plan(self) -> list[NodePlan] | None:
+        """What launchers are to run; ``None``: nobody knows, and what runs is to go on."""
+        return None if self.noted_journal is None or self._lost else self.noted_journal.nodes
+
     def work(self, now: float) -> list[Effect]:
         """All that can be done now; nothing after the lease."""
         if now >= self.until or self.over:
@@ -246,6 +251,8 @@ class Lead:
         if note.name == "plan":
             self.noted_journal = decode_journal(note.value)
             self._roster.liveness.expect((node.node for node in self.noted_journal.nodes), now)
+            if self._notebook.pending("plan"):
+                return []  # orders that came since are in the next one
             answers, self._ordered = self._ordered, []
             return [Reply(origin, answer) for origin, answer in answers]
         self.ring = decode_map(note.value)
@@ -288,8 +295,7 @@ class Lead:
         unheard = [node for node in shards if self._roster.beat(node) is None]
         if 2 * len(unheard) >= len(shards) or Ring.from_map(newest).covers(unheard):
             return
-        if self.journal is None:
-            self._write(journal_of(newest, self._running()))
+        self._write(journal_of(newest, self._running(), self.journal))
         self._issue(self._refreshed(replace(newest, epoch=newest.epoch + EPOCH_GAP)))
 
     def _running(self) -> list[NodePlan]:

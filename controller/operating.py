@@ -67,7 +67,7 @@ def resumed(ring: RingMap, number: int) -> Operation:
         ranges=list(transition.ranges),
         joins=sorted(after - before),
         leaves=sorted(before - after),
-        served=transition.stage == "serve",
+        served=True,  # in stage copy it may be on its way back
     )
 
 

@@ -32,6 +32,8 @@ _NUMBERED = re.compile(r"shard-(\d+)")
 
 def scale(order: ScaleOrder, ring: RingMap, journal: Journal) -> Operation | None:
     """``None``: there are as many already.  Raises ``Refused``."""
+    if order.shards < 1:
+        raise Refused(f"a ring has at least one shard, not {order.shards}")
     present = _present(ring, journal)
     wanted = order.shards - len(present)
     if wanted == 0:

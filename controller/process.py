@@ -204,7 +204,6 @@ class Shell:
         self.metadata = metadata
         self.term = 0
         self._machine, self._settings, self._on_stop = machine, settings, on_stop
-        self._beats: dict[str, Heartbeat] = {}
         self.runtime = Runtime(
             machine,
             clock=metadata.records.clock,
@@ -239,8 +238,6 @@ class Shell:
         self._spawn(self.hot.run())
 
     def received(self, origin: Origin, message: Message, reply: ReplyFunction) -> None:
-        if isinstance(message, Heartbeat):
-            self._beats[message.node] = message
         self.runtime.received(origin, message, reply)
 
     def reported(self, report: HotReport) -> None:
@@ -251,8 +248,7 @@ class Shell:
         self._spawn(self._advise(question, reply))
 
     async def _advise(self, question: AffinityGet, reply: ReplyFunction) -> None:
-        racks = {beat.rack for beat in self._beats.values() if beat.role in ("pool", "shard")}
-        reply(await self.advising.answer(question, racks, self.metadata.records.clock()))
+        reply(await self.advising.answer(question, self._machine.racks, self.metadata.records.clock()))
 
     async def step_down(self) -> None:
         """Stop leading, so that another may at once."""
@@ -286,7 +282,10 @@ class Shell:
         self.runtime.deliver(Deposed())
 
     def _resolve(self, node: str) -> str:
-        return self._settings.dial(self._beats[node])
+        beat = self._machine.beat(node)
+        if beat is None:
+            raise KeyError(node)
+        return self._settings.dial(beat)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -45,7 +45,7 @@ class _Held:
 
 class Filters:
     """One client's, over all its shards.  Used by many threads: what they share is replaced as a whole, and a
-    lost update costs a question.
+    lost update costs a question.  Own puts must not get lost: they are only ever added, or all forgotten.
 
     Args:
         age_s: how old a filter may be; 0 = there are none.
@@ -55,6 +55,8 @@ class Filters:
         self._routes, self._age_s = routes, age_s
         self._held: dict[str, _Held] = {}
         self._puts: dict[BlockKey, float] = {}
+        self._forgot_at = float("-inf")
+        """What was asked for until then counts for nothing."""
         self._window_at = float("-inf")
         self._counts = (0, 0)  # absent and present keys of this window
         self._flood = False
@@ -94,6 +96,7 @@ class Filters:
             return
         now = self._routes.now()
         if len(self._puts) + len(keys) > PUTS_MAX:
+            self._forgot_at = now
             self._held, self._puts = {}, {}
         self._puts.update(dict.fromkeys(keys, now))
 
@@ -118,13 +121,14 @@ class Filters:
                 self._held[node] = _Held(layers, message.epoch, now)
             else:
                 self._routes.failed(node, answer)
-        self._puts = {key: at for key, at in self._puts.items() if now - at <= 2 * self._age_s}
 
     def _absent(self, key: BlockKey, owners: Sequence[str]) -> bool:
         epoch, since, put_at = self._routes.ring.epoch, self._routes.now() - self._age_s, self._puts.get(key)
         for owner in owners:
             held = self._held.get(owner)
             if held is None or held.layers is None or held.epoch != epoch or held.asked_at < since:
+                return False
+            if held.asked_at <= self._forgot_at:
                 return False
             if put_at is not None and held.asked_at <= put_at:
                 return False

@@ -74,6 +74,11 @@ class Forest:
         if self._waiting:
             self._go_on()
 
+    @property
+    def whole(self) -> bool:
+        """Whether the trees are of all records, but for those written lately."""
+        return self._sweep_from is None
+
     def tree(self, node: str) -> MerkleTree:
         """Over the records that ``node`` and we keep."""
         tree = self._trees.get(node)

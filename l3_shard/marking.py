@@ -31,6 +31,8 @@ from kvcomm.wire.messages import (
 
 COUNT_MAX = 1e7
 """Most that one report may say of one key: faster than any client reads."""
+TRAFFIC_MAX = 1 << 50
+"""Most bytes, and blocks, told of one publisher: sums of what clients say must fit into a message."""
 NAME_BYTES_MAX = 480
 BLOCK_KEY_BYTES = 32
 TEXT_MAX = 200
@@ -139,13 +141,20 @@ class Marking:
                 continue
             before = known.get(each.publisher)
             if before is not None or len(known) < 4 * TRAFFIC_PUBLISHERS_MAX:
-                known[each.publisher] = each if before is None else summed(before, each)
+                known[each.publisher] = _bounded(each if before is None else summed(before, each))
         self._traffic[agent] = told.rack[:TEXT_MAX], told.name[:TEXT_MAX], known
 
 
 def _check_count(count: int) -> None:
     if count > HOT_KEYS_MAX:
         raise TooLarge(f"at most {HOT_KEYS_MAX} hot keys are named at once, got {count}")
+
+
+def _bounded(each: Fetched) -> Fetched:
+    blocks, near_bytes, far_bytes = (
+        min(number, TRAFFIC_MAX) for number in (each.blocks, each.near_bytes, each.far_bytes)
+    )
+    return Fetched(each.publisher, blocks, near_bytes, far_bytes)
 
 
 def _counted(each: KeyHeat, tenant: bytes = b"") -> Counted:

@@ -72,6 +72,11 @@ class Place:
         """Whether the same shards keep the record in the same groups, whatever their order."""
         return set(map(frozenset, self.groups)) == set(map(frozenset, other.groups))
 
+    def continues(self, other: Place) -> bool:
+        """Whether whoever had the record by ``other`` has it still: by maps in between it may have been
+        dropped, when a move was taken back and began anew."""
+        return self.epoch <= other.epoch + 1 and self.alike(other)
+
 
 def place_of(ring: Ring, me: str, groups: Groups) -> Place:
     """Of the records with these ``write_groups``."""

@@ -6,7 +6,7 @@ One filter a tenant, made when somebody first asks.  It must never lack a block 
   calls), also into a filter that is still being made;
 * the making goes through all keys in memory and then through those on the disk, a page a tick.  A block that
   changes its place meanwhile is met: what leaves memory is on the disk, which comes later, and what comes
-  into memory is published;
+  into memory is published.  A disk that cannot be read at the moment is waited for: what it has comes back;
 * nothing is ever taken out.  When a filter holds twice as many keys as there are blocks it is made anew, and
   the old one is handed out beside the new one for :data:`KEPT_S` more: a client that combines filters of
   several owners must not meet a block's old owner after it let go and its new one before it had it.
@@ -115,7 +115,11 @@ class Presence:
             after = items[-1].key
             yield
         after = b""
-        while self._disk is not None and (items := self._disk.listing(after, PAGE_KEYS)):
+        while self._disk is not None:
+            while self._disk.usage().state in ("opening", "stalled"):
+                yield
+            if not (items := self._disk.listing(after, PAGE_KEYS)):
+                break
             keys = [BlockKey(item.key) for item in items]
             for key, mine in zip(keys, self._disk.present(keys, tenant), strict=True):
                 if mine:

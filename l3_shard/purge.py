@@ -200,6 +200,7 @@ class Purge:
         assert self._placement is not None
         placement, self._generation = self._placement, self._generation + 1
         self._noting, self._marking = True, False  # a mark from here on is of another generation
+        self._noted = b""  # and without one an older note would count again
         note = _generation(self._generation) + placement
 
         def noted(durable: bool) -> None:

@@ -32,8 +32,9 @@ class Readiness:
         self._vouched: set[str] = set()
         self.ready = not self._gained
         """It has all that it gains."""
-        self.caught_up = False
-        """It has all that it keeps, on a disk that began empty."""
+        self.caught_up = self._has_all
+        """It has all that it keeps, on a disk that began empty: at once where nobody else ever had any of
+        it."""
 
     def compared(self, node: str, *, vouched: bool) -> None:
         """We are equal with ``node``, which ``vouched`` for what it has."""
@@ -41,13 +42,17 @@ class Readiness:
         if vouched:
             self._vouched.add(node)
         self.ready = all(self._enough(group, self._vouched) for group in self._gained)
-        self.caught_up = all(self._enough(group, self._compared) for group in self._before)
+        self.caught_up = self._has_all
 
     def wants(self, node: str) -> bool:
         """Whether a comparison with ``node`` would bring us nearer to being ready."""
         return node not in self._vouched and any(
             node in group and not self._enough(group, self._vouched) for group in self._gained
         )
+
+    @property
+    def _has_all(self) -> bool:
+        return all(self._enough(group, self._compared) for group in self._before)
 
     def _enough(self, group: frozenset[str], nodes: Collection[str]) -> bool:
         """Whether ``nodes`` meet every write quorum of a group of old owners, of which we may be one."""

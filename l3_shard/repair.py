@@ -182,6 +182,7 @@ class Repair:
         self._hurry = Hurry(options.move_rate_bytes)
         self._removed_count = 0
         self._placed = b""
+        self._epoch = ring().epoch
         self._readiness = Readiness(node, ring())
         self._neighbours: dict[str, _Neighbour] = {}
         self._burial: Burial | None = None
@@ -220,9 +221,21 @@ class Repair:
             self._placed = ring.placement
             self._readiness = Readiness(self._node, ring)
             self.forest.mark_all()
-            self._neighbours = {
-                node: _Neighbour(node, self._first_comparison(node)) for node in ring.neighbours(self._node)
-            }
+            before, self._neighbours = (
+                self._neighbours,
+                {
+                    node: _Neighbour(node, self._first_comparison(node))
+                    for node in ring.neighbours(self._node)
+                },
+            )
+            for node in before.keys() - self._neighbours.keys():
+                self._recovery.gone(node)
+        elif ring.epoch > self._epoch + 1:  # by a map in between we may have been given nothing
+            self._readiness = Readiness(self._node, ring)
+            for neighbour in self._neighbours.values():
+                if self._readiness.wants(neighbour.node):
+                    neighbour.compare_at = self._desk.now
+        self._epoch = ring.epoch
         self.purge.placed()
         for neighbour in self._neighbours.values():
             self._wake(neighbour, self._desk.now)
@@ -480,7 +493,9 @@ class Repair:
     # -- what neighbours ask
 
     def tree_get(self, origin: Origin, message: TreeGet) -> None:
-        """Answer with digests; for the root once everything written so far is in the tree.
+        """Answer with digests; for the root once everything written so far is in the tree.  For what is
+        below it, too, when we started after the root was told: a tree that is empty yet would equal another
+        empty one.
 
         Raises:
             Refused: the shard is busy, or no tree has such nodes.
@@ -502,7 +517,7 @@ class Repair:
             ]
             self._desk.close(request, TreeDigests(digests, not self._vouches()))
 
-        if message.depth:
+        if message.depth and self.forest.whole:
             answer(True)
         else:
             self._taken(lambda: self.forest.settle(answer))

@@ -339,14 +339,6 @@ class _Placement:
         return tuple(circle.first(at, count))
 
     @property
-    def bounds(self) -> Iterator[int]:
-        """One point of every stretch with the same owners, at least."""
-        yield from self._circle.points
-        yield POINT_MAX
-        for each in self.ranges:
-            yield from (each.first, each.last, min(each.last + 1, POINT_MAX))
-
-    @property
     def ends(self) -> Iterator[int]:
         """The last point of every stretch with the same owners, at least."""
         yield from self._circle.points
@@ -358,12 +350,12 @@ class _Placement:
         """The different lists of owners."""
         if not self.ranges:
             return {owners[:count] for owners in self._circle.owners}
-        return {self.owners(point, count) for point in self.bounds}
+        return {self.owners(point, count) for point in self.ends}
 
     def beside(self, other: _Placement, count: int) -> Iterator[Pair]:
         """The owners by both, of every stretch."""
         if self.ranges or other.ranges or count > min(self._listed_count, other._listed_count):
-            for at in sorted({*self.bounds, *other.bounds}):
+            for at in sorted({*self.ends, *other.ends}):
                 yield self.owners(at, count), other.owners(at, count)
             return
         for ours, theirs in self._circle.beside(other._circle):

@@ -19,10 +19,10 @@ moved (``l3_shard.ring``).  Any of them may coordinate::
   spread.
 * **Epochs.**  A caller's request must carry this shard's epoch.  An older one is answered with the new map; a
   newer one cannot be judged yet and is ``unavailable``.  Replication under an older epoch is refused too, and
-  so is an acknowledgement when the ring has changed before the record was on the disk, unless both place it
-  alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).  Replication under a
-  newer epoch is accepted for records that we keep by our own map; for others the coordinator is told how far
-  we are, and hands us its map.
+  so is an acknowledgement when the ring has changed before the record was on the disk, unless it was the next
+  one and places it alike: a coordinator counts no copy that a newer map does not (``l3_shard.writing``).
+  Replication under a newer epoch is accepted for records that we keep by our own map; for others the
+  coordinator is told how far we are, and hands us its map.
 * **A map is kept** (``l3_shard.keptmap``): a shard that starts goes on with the map that it had, after it has
 asked the
   others whether there is a newer one (``l3_shard.recheck``).
@@ -574,9 +574,10 @@ class Shard:
         return others, need, wide, self.node in replicas and self._vouches(place)
 
     def _vouches(self, place: Place) -> bool:
-        """Whether we have all that we should have of these records."""
+        """Whether we have all that we should have of these records.  Of those that only a newer map than ours
+        gives us we have nothing."""
         return self._background is None or (
-            self._background.caught_up and (self._background.ready or not place.gained)
+            self._background.caught_up and place.ours and (self._background.ready or not place.gained)
         )
 
     @property
@@ -684,7 +685,8 @@ class Shard:
         message, then = merges.message, merges.ring
         if self.ring is then or self.ring.epoch <= message.epoch:
             return None
-        if then.epoch == message.epoch and all(self._alike(then, key) for key in message.keys):
+        next_one = then.epoch == message.epoch == self.ring.epoch - 1
+        if next_one and all(self._alike(then, key) for key in message.keys):
             return None
         return self._stale(message.epoch)
 

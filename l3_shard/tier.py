@@ -273,8 +273,8 @@ class L3Tier:
     def record_scan(self, prefix: bytes) -> Steps[list[bytes]]:
         """Names of the records under ``prefix``, sorted: what all shards together name.
 
-        An acknowledged record is on ``write_quorum`` shards (of each placement, while keys move), so fewer
-        than that may be missing from the answers.
+        An acknowledged record is on a write quorum of its owners (by each placement, while keys move), so no
+        write quorum may be missing from the answers.
 
         Raises:
             Unavailable: too many shards did not answer, or have new stores and may lack names.
@@ -314,7 +314,7 @@ class L3Tier:
                 if len(answer.message.keys) >= SCAN_KEYS:
                     further[node] = answer.message.keys[-1]
             after = further
-        if len(missing) >= min(ring.to_map().write_quorum, len(ring.names)):
+        if missing and not ring.covers({*ring.names}.difference(missing)):
             raise Unavailable(f"the names may be incomplete: {', '.join(missing)} did not answer")
         return sorted(names)
 

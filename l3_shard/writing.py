@@ -351,7 +351,7 @@ class Writing:
         now = self.place(write.draft.key)
         if write.decided or now.epoch <= epoch:
             return False
-        if now.alike(write.place):
+        if now.continues(write.place):
             write.place = now
             self._post(node, write)
             return True

@@ -105,11 +105,6 @@ class LoadHistory:
         """The placement has changed: what was learnt of it is of no use."""
         self._shards.clear()
 
-    @property
-    def loads(self) -> Mapping[str, ShardLoad]:
-        """The newest of each shard, not smoothed."""
-        return {node: shard.load for node, shard in self._shards.items()}
-
     def view(self, ring: RingMap, move_rate_bytes_s: float, now: float) -> LoadView | None:
         """``None``: some shard of the ring has not been heard lately, or keys are being moved."""
         if ring.transition is not None or not ring.shards:

@@ -20,7 +20,8 @@ Promised (a replica that nobody reads or writes may lag where nobody repairs, se
   seen every write that was acknowledged before it began;
 * **sessions**: with unmoved, undamaged replicas, what a client reads has seen all that the same client has
   read or written of the record before, unless it says ``degraded`` (what was shown without having been
-  acknowledged may go with a disk);
+  acknowledged may go with a disk, or with a move: where controllers move records, only what was acknowledged
+  counts);
 * **every operation ends** by its deadline;
 * **siblings** are at most the bound for each replica incarnation, and their contexts name incarnations only.
 """
@@ -237,6 +238,8 @@ class _Judge:
             for key, seen in zip(operation.invoked.keys, returned.seen, strict=False):
                 before = seen_by.setdefault((client, key), {})
                 missing = {dot for dot in before.items() if seen.context.get(dot[0], 0) < dot[1]}
+                if self._plan.controllers:
+                    missing = {dot for dot in missing if self._acknowledged(key, dot, seen.context)}
                 if missing and not seen.degraded:
                     what = f"{client} read {key} at {operation.invoked.at}"
                     yield Violation("sessions", f"{what} without {sorted(missing)}, seen before")
@@ -247,6 +250,12 @@ class _Judge:
                 before = seen_by.setdefault((client, write.key), {})
                 _raise(before, stored.context)
                 _raise(before, {stored.replica: stored.counter})
+
+    def _acknowledged(self, key: str, dot: Dot, context: Mapping[str, int]) -> bool:
+        """Whether a write up to ``dot`` that ``context`` has not seen was acknowledged."""
+        replica, counter = dot
+        dots = [attempt.dot for attempt in self._records[key].attempts if attempt.dot is not None]
+        return any(each[0] == replica and context.get(replica, 0) < each[1] <= counter for each in dots)
 
     def _judge_record(self, key: str, record: _Record) -> Iterator[Violation]:
         replicas = self._ending.records.get(key, {})

@@ -160,7 +160,7 @@ class Launching:
         """When the configuration asks for another number of shards than when the cluster ran last, that is an
         order to move the data."""
         wanted, path = self._settings.cluster.shards, self._cluster.directory / SHARDS_FILE
-        before = int(path.read_text()) if path.exists() else None
+        before = _number_in(path)
         while not self._server.supervisor.served:
             await asyncio.sleep(0.1)
         refusal = ""
@@ -176,7 +176,9 @@ class Launching:
                     refusal = answer.text
                     _say(f"cannot scale from {before} to {wanted} shards (yet): {refusal}")
             await asyncio.sleep(ORDER_RETRY_S)
-        path.write_text(f"{wanted}\n")
+        draft = path.with_suffix(".draft")
+        draft.write_text(f"{wanted}\n")
+        draft.replace(path)
         await asyncio.Event().wait()
 
     def _changed(self) -> None:
@@ -192,6 +194,14 @@ class Launching:
         except KVCommError as error:
             return Failure(error.code, error.message)
         return answer.message
+
+
+def _number_in(path: Path) -> int | None:
+    """``None`` = nothing is written there, or nothing that can be read, as after a power cut."""
+    try:
+        return int(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _say_scaling(before: int, wanted: int, answer: OrderAnswer | None) -> None:

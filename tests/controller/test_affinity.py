@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.affinity import Advice, Pricing, Survey
+from controller.affinity import RACKS_MAX, Advice, Pricing, Survey
 from controller.traffic import Fetches, TrafficGraph
 
 pytest.importorskip("pymetis", reason="the extra affinity is not installed")
@@ -94,6 +94,19 @@ def test_the_silent_stay_and_are_counted():
     graph = heard(of_community)
     silent = [residence for residence in advice(graph, now=1_000.0).residences if residence.moves]
     assert silent == []
+
+
+def test_racks_that_are_made_up_are_bounded():
+    """Each costs time with every agent."""
+    graph = TrafficGraph()
+    graph.heard(1, "rack-0", {2: FAR}, 0.0)
+    graph.heard(2, "home", {1: FAR}, 0.0)
+    graph.heard(3, "home", {1: FAR}, 0.0)
+    for agent in range(4, 10 + 2 * RACKS_MAX):
+        graph.heard(agent, f"made-up-{agent}", {1: FAR}, 0.0)
+    survey = Survey.of(graph, {"rack-0": None}, 1.0, PRICING)
+    assert len(survey.racks) == 1 + RACKS_MAX and {"rack-0", "home"} <= {*survey.racks}
+    assert len(survey.agents) == len(survey.homes) == 2 + RACKS_MAX
 
 
 def test_rooms_are_kept_to():

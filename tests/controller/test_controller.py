@@ -8,7 +8,16 @@ from msgspec.structs import replace
 from controller.controller import Controller, ControllerOptions, Deposed, Follows, Led, Note, Recall
 from controller.journal import decode_journal
 from kvcomm.machine import ConnectionId, Origin, Received, Reply, Resumed
-from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, Ping, RingGet, ScaleOrder
+from kvcomm.wire.messages import (
+    ClusterGet,
+    ClusterView,
+    Failure,
+    HeartbeatAnswer,
+    Message,
+    Ping,
+    RingGet,
+    ScaleOrder,
+)
 from tests.controller.world import RULES, FakeNode, NoAnswer, World, plans
 
 
@@ -197,6 +206,23 @@ def test_records_lost_under_a_leader_are_made_again() -> None:
     assert world.ring.epoch == 1007
 
 
+def test_while_records_are_lost_nothing_is_planned() -> None:
+    """What runs may be more than the plan that was found knows of, and part of a newer map."""
+    world = started()
+    assert answer(world).plan is not None
+    world.nodes["shard-0"].take(replace(world.ring, epoch=7))
+    world.note_outcome = lambda _: "unknown"
+    world.run(1)
+    assert answer(world).plan is None
+
+
+def answer(world: World) -> HeartbeatAnswer:
+    """To the launcher."""
+    told = world.ask("controller-0", world.launcher.beat())
+    assert isinstance(told, HeartbeatAnswer)
+    return told
+
+
 def test_the_first_epoch_is_never_issued_twice() -> None:
     """A cluster whose only witness is a shard with an old map."""
     world = started()
@@ -303,6 +329,19 @@ def test_who_leads_is_what_the_lease_says(leader: str) -> None:
 def test_nobody_is_dead_within_three_heartbeats(heartbeat_s: float, suspect_s: float, dead_s: float) -> None:
     patience = ControllerOptions(heartbeat_s=heartbeat_s).patience
     assert (patience.suspect_s, patience.dead_s) == (suspect_s, dead_s)
+
+
+def test_the_racks_are_those_of_nodes_that_are_heard_of() -> None:
+    world = World(plans(4, racks=2))
+    world.elect()
+    world.run(3)
+    controller = world.controllers["controller-0"]
+    assert controller.racks == {"rack-0", "rack-1"}
+    beat = controller.beat("shard-3")
+    assert beat is not None and beat.rack == "rack-1" and controller.beat("shard-9") is None
+    overtaken = replace(beat, number=0, rack="old")
+    controller.handle(Received(Origin(ConnectionId(1), 1, b"node", 1), overtaken), world.now)
+    assert controller.beat("shard-3") == beat, "one that was overtaken says nothing"
 
 
 def test_who_left_is_forgotten() -> None:

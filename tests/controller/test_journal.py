@@ -73,6 +73,18 @@ def test_a_pool_that_is_drained_leaves_the_map_first() -> None:
     assert begun.pools == [] and POOL in begun.nodes
 
 
+def test_a_drained_pool_stays_away_however_much_is_done_after() -> None:
+    draining = Operation(1, "drain", "drain pool-0", SHARDS, [], leaves=["pool-0"])
+    journal = first_journal([POOL, *SHARDS]).begun(draining)
+    assert POOL in journal.with_pools([POOL]).nodes, "it is planned until it has left the map"
+    assert POOL in journal.now(replace(draining, step="cancelled")).with_pools([POOL]).nodes
+    journal = journal.now(replace(draining, step="done"))
+    for number in range(2, OPERATIONS_MAX + 3):
+        each = Operation(number, "move", "what", SHARDS, [])
+        journal = journal.begun(each).now(replace(each, step="done"))
+    assert journal.with_pools([POOL]).nodes == SHARDS
+
+
 def test_weights_hold_once_it_is_done() -> None:
     heavier = replace(SHARDS[0], weight=3)
     change = Operation(1, "rebalance", "what", [heavier, *SHARDS[1:]], [])
@@ -119,3 +131,7 @@ def test_without_it_the_map_tells_what_is_to_run() -> None:
         "shard-0", "shard-1", "shard-2", "shard-3", "pool-0", "shard-9",
     }  # fmt: skip
     assert journal.node("shard-1") == NodePlan("shard-1", "shard", "r", 2)
+    before = replace(first_journal(SHARDS[:1]), drained=["pool-9"]).begun(operation())
+    known = journal_of(ring, [NodePlan("shard-9", "shard", "q"), POOL], before)
+    assert (known.nodes, known.drained) == (journal.nodes, ["pool-9"]), "what it planned may be long past"
+    assert known.under_way is None and known.next_number == 2

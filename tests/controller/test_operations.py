@@ -25,7 +25,7 @@ from kvcomm.wire.messages import (
     ShardLoad,
 )
 from l3_shard.ring import decode_map
-from tests.controller.world import KEYS, FakeNode, NoAnswer, World, plans
+from tests.controller.world import KEYS, FakeNode, NoAnswer, Outcome, World, plans
 
 RULES = RingRules(replicas=3, write_quorum=2, read_quorum=2, block_copies=1)
 OPTIONS = ControllerOptions(replace_after_s=60.0, give_up_after_s=30.0)
@@ -197,9 +197,25 @@ def test_rebalancing_takes_keys_from_the_busy() -> None:
     settled(world)
 
 
+def test_a_standing_policy_whose_plan_cannot_be_carried_out_is_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("controller.orders.RANGES_MAX", 3)
+    world = World(plans(4), rules=RULES, options=ControllerOptions(policy="greedy"))
+    world.elect()
+    world.run(3)
+    for name in shards(world):
+        world.nodes[name].load = ShardLoad(ops_s=4000.0 if name == "shard-1" else 1000.0)
+    world.run(20)
+    assert world.ring.epoch == 1
+    assert "rebalance (greedy)" in last(world).what and "at most 3 ranges" in last(world).trouble
+
+
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
+        (ScaleOrder(0), "at least one"),
+        (ScaleOrder(-1), "at least one"),
         (ScaleOrder(2), "2 shards would be left for 3 replicas"),
         (ScaleOrder(5000), "at most"),
         (DrainOrder("shard-9"), "no node of this cluster"),
@@ -243,6 +259,21 @@ def test_an_order_is_answered_when_it_is_noted() -> None:
     world.note_outcome = lambda _: "done"
     world.run(1)
     assert world.late_replies == [OrderAnswer(1, last(world).moves)]
+
+
+def test_an_order_is_not_answered_for_an_earlier_note() -> None:
+    world = started()
+    world.note_outcome = lambda _: "unknown"
+    for order in (ScaleOrder(5), CancelOrder(1)):
+        with pytest.raises(NoAnswer):
+            world.order(order)
+    outcomes: list[Outcome] = ["done"]
+    world.note_outcome = lambda _: outcomes.pop() if outcomes else "unknown"
+    world.run(1)
+    assert not outcomes and not world.late_replies, "only the first of the two is noted"
+    world.note_outcome = lambda _: "done"
+    world.run(1)
+    assert [type(each) for each in world.late_replies] == [OrderAnswer, OrderAnswer]
 
 
 @pytest.mark.slow
@@ -341,6 +372,21 @@ def test_too_few_shards_to_go_on_without_one_is_said() -> None:
 
 
 @pytest.mark.slow
+def test_who_comes_back_before_a_replacement_can_start_is_kept() -> None:
+    world = started(5)
+    world.kill("shard-3")
+    world.kill("shard-4")
+    world.run(80)
+    assert world.ring.epoch == 1, "some keys had both: no map without them may be made"
+    assert "shard-3, shard-4 has been dead for too long" in last(world).trouble
+    accepted(world.order(DrainOrder("pool-0")))
+    world.run(5)
+    world.start(world.dead["shard-3"].plan)
+    world.run(40)
+    assert shards(world) == ["shard-0", "shard-1", "shard-2", "shard-3"]
+    settled(world)
+
+
 def test_a_shard_that_slept_through_a_move_comes_back_clean() -> None:
     world = started(5)
     world.kill("shard-3")
@@ -436,6 +482,26 @@ def test_all_metadata_is_lost_in_the_middle_of_a_move(at_s: int) -> None:
     world.run(40)
     assert world.ring.epoch > 1000
     assert len(shards(world)) == (4 if step == "planned" else 5)
+    settled(world)
+
+
+def test_a_plan_from_before_a_scaling_stops_none_of_the_new_shards() -> None:
+    """The records were rolled back, as a backup of them is: the map is the shards', and so is the plan."""
+    world = started()
+    before = dict(world.records)
+    accepted(world.order(ScaleOrder(5)))
+    world.run(25)
+    assert last(world).step == "done"
+    world.records, world.fences = dict(before), {}
+    for name in ("controller-0", "controller-1"):
+        world.kill_controller(name)
+        world.start_controller(name)
+    world.elect()
+    world.run(10)
+    assert world.ring.epoch > 1000 and len(shards(world)) == 5
+    accepted(world.order(DrainOrder("pool-0")))
+    world.run(20)
+    assert "shard-4" in world.nodes
     settled(world)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvcomm.block import BlockKey
 from kvcomm.wire.messages import BlockFilter, BlockFilterGet, BlockLookup, Message, RingMap, RingTransition
 from l3_shard.bloom import LayeredBloom
-from l3_shard.filters import FLOOD_KEYS
+from l3_shard.filters import FLOOD_KEYS, PUTS_MAX
 from l3_shard.tier import L3Tier
 from tests.l3_shard.test_tier import BYTES, COPIES, KEYS, Shards, ring_map
 
@@ -116,6 +116,26 @@ def test_a_put_of_this_client_is_seen_at_once():
     shards.run(tier.put(COPIES[:4]))
     assert all(shards.run(tier.lookup(KEYS[:4]))), "the filters are from before the put"
     assert shards.fetched.count("a") == 1
+
+
+def test_a_filter_that_was_asked_for_before_puts_were_forgotten_rules_out_nothing():
+    shards = world()
+    kept = {name: shards.blocks[name].pop(KEYS[0]) for name in "abc"}
+    tier = client(shards)
+    flooded(shards, tier)
+
+    def others_put_meanwhile(node: str, message: Message) -> Message | None:
+        answer = shards.filter(node, message)
+        if answer is not None:
+            shards.blocks[node][KEYS[0]] = kept[node]
+            tier.filters.put(KEYS[:1])
+            tier.filters.put(absent(50_000, PUTS_MAX))
+        return answer
+
+    shards.special = others_put_meanwhile
+    shards.run(tier.lookup(absent(1_000)))
+    assert shards.fetched
+    assert shards.run(tier.lookup(KEYS[:1])) == [True]
 
 
 def test_what_others_put_is_seen_when_the_filters_are_old():

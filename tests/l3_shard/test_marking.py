@@ -8,6 +8,7 @@ import pytest
 
 from kvcomm.errors import Refused, TooLarge
 from kvcomm.machine import ConnectionId, Origin
+from kvcomm.wire.frames import encode_frame
 from kvcomm.wire.messages import (
     HOT_KEYS_MAX,
     TRAFFIC_AGENTS_MAX,
@@ -20,7 +21,7 @@ from kvcomm.wire.messages import (
     KeyHeat,
     RecordStates,
 )
-from l3_shard.marking import COUNT_MAX, TTL_MAX_S, Marking
+from l3_shard.marking import COUNT_MAX, TRAFFIC_MAX, TTL_MAX_S, Marking
 
 NODES, TENANT = b"N" * 16, b"T" * 16
 AGENT = Origin(ConnectionId(1), 1, TENANT, 7)
@@ -83,6 +84,16 @@ def test_what_is_no_key_and_negative_traffic_is_left_out():
     report = marking.report(1.0)
     assert report is not None and not (report.blocks or report.records)
     assert report.traffic == [AgentTraffic(7, "r" * 200, [])]
+
+
+def test_whatever_clients_say_can_be_told_on():
+    marking, most = Marking(NODES), (1 << 64) - 1
+    report = HotReport(2.0, [], [], traffic=[AgentTraffic(9, "r", [Fetched(most, most, most, most)])])
+    for _ in range(3):
+        marking.take(AGENT, report, 1.0)
+    told = marking.report(2.0)
+    assert told is not None and encode_frame(1, told)
+    assert told.traffic[0].fetched == [Fetched(most, TRAFFIC_MAX, TRAFFIC_MAX, TRAFFIC_MAX)]
 
 
 def test_too_many_keys_are_refused_and_agents_forgotten():

@@ -245,6 +245,24 @@ def written_before_and_after_a_move() -> tuple[RecordVersion, RecordVersion]:
 
 
 @pytest.mark.slow
+def test_who_did_not_hear_that_a_move_was_taken_back_is_not_ready_for_the_next_like_it() -> None:
+    """What is written by the map that it missed is not sent to it."""
+    world = MovingWorld(1, "abcd", "abc")
+    world.run(until=1.0)
+    world.hand_out(world.moving("abc", "abd", "copy"))
+    world.until(lambda: world.ready("d"))
+    world.away = {"d"}
+    world.map = world.stable("abc")
+    world.offer(world.map, "abc")
+    world.put("a", b"k", b"v", {})
+    world.away = set()
+    world.map = world.moving("abc", "abd", "copy")
+    world.offer(world.map)
+    assert world.shards["d"].ring.epoch == world.epoch and not world.ready("d")
+    world.until(lambda: world.ready("d"))
+    assert "d" in world.copies(b"k")
+
+
 def test_a_counter_is_not_given_out_again_after_a_move() -> None:
     first, second = written_before_and_after_a_move()
     assert first.replica == second.replica and second.counter > first.counter

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm.block import BlockKey
-from kvcomm.blockstore import BlockStore, Depot, DepotUsage, StoreUsage
+from kvcomm.blockstore import BlockStore, Depot, DepotState, DepotUsage, StoreUsage
 from kvcomm.wire.messages import BlockItem
 from l3_shard import presence as module
 from l3_shard.bloom import Layers
@@ -44,9 +44,15 @@ class Memory(Half):
         return StoreUsage(0, 0, 0, 0, len(self.keys), 0, 0)
 
 
+@dataclass
 class Disk(Half):
+    state: DepotState = "on"
+
+    def listing(self, after: bytes, limit: int, tenant: bytes = b"") -> list[BlockItem]:
+        return super().listing(after, limit, tenant) if self.state in ("on", "full") else []
+
     def usage(self) -> DepotUsage:
-        return cast(DepotUsage, StoreUsage(0, 0, 0, 0, len(self.keys), 0, 0))
+        return DepotUsage(self.state, 0, 0, len(self.keys), *[0] * 9)
 
 
 class Shard:
@@ -98,6 +104,33 @@ def test_a_block_is_in_the_filter_before_it_can_be_read():
     shard.made()
     shard.presence.heard(key(1), MINE)  # and only then into memory
     assert key(1) in shard.made()
+
+
+@pytest.mark.parametrize("state", ["opening", "stalled"])
+def test_a_disk_that_cannot_be_read_at_the_moment_is_waited_for(
+    state: DepotState, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "PAGE_KEYS", 2)
+    shard = Shard()
+    for number in range(9):
+        shard.publish(number)
+        if number:
+            shard.demote(number)
+    assert shard.presence.layers(MINE, shard.now) == []
+    for at_s in range(40):
+        shard.disk.state = "on" if at_s in (1, 4) or at_s > 20 else state
+        shard.presence.tick(shard.now)
+        assert at_s > 20 or shard.presence.layers(MINE, shard.now) == []
+    layers = shard.made()
+    assert all(key(number) in layers for number in range(9))
+    assert not shard.presence.busy
+
+
+def test_a_disk_that_is_off_for_good_is_not_waited_for():
+    shard = Shard()
+    shard.publish(0)
+    shard.disk.state = "off"
+    assert key(0) in shard.made()
 
 
 def test_a_tenant_is_told_of_its_own_blocks_alone():

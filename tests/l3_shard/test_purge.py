@@ -103,3 +103,21 @@ def test_the_counters_of_what_goes_are_kept():
     world.move("abc", "def")
     assert TENANT + b"k" not in world.disks["a"].records
     assert int.from_bytes(world.disks["a"].notes[FLOOR], "big") == versions[-1].counter == 3
+
+
+@pytest.mark.slow
+def test_an_older_note_does_not_count_again_while_a_newer_one_is_written():
+    """``d`` was clean by the placement of before, and the move that gave it records is taken back while it
+    notes that it is clean by the new one."""
+    world = given_records()
+    world.hand_out(world.stable("abd"), spread_s=0.0)
+    background = world.shards["d"]._background
+    assert background is not None
+    while not background.purge._noting:
+        world.run(until=world.now + 0.001)
+    world.hand_out(world.stable("abc"), spread_s=0.0)
+    world.run(until=world.now + 0.001)
+    assert world.shards["d"].ring.epoch == world.epoch
+    assert not clean(world, "d") and world.disks["d"].records
+    world.until(lambda: world.clean("d"))
+    assert not world.disks["d"].records

@@ -77,3 +77,10 @@ def test_who_gains_nothing_is_ready_at_once() -> None:
     assert Readiness("a", Ring(transition("abc", "abd", "copy", 2))).ready
     assert Readiness("a", Ring(ring_map("abc"))).ready
     assert Readiness("x", Ring(ring_map("abc"))).ready
+
+
+@pytest.mark.parametrize(("members", "replicas"), [("a", 3), ("abc", 1)])
+def test_a_new_disk_of_which_nobody_else_keeps_anything_has_caught_up(members: str, replicas: int) -> None:
+    ring = Ring(ring_map(members, replicas=replicas, write=1, read=1))
+    assert not ring.neighbours("a")
+    assert Readiness("a", ring).caught_up and not Readiness("a", Ring(ring_map("ab"))).caught_up

@@ -16,6 +16,7 @@ from kvcomm.wire.messages import (
     Failure,
     LeafGet,
     Message,
+    RecordFetch,
     RecordGet,
     RecordKeys,
     RecordPut,
@@ -26,14 +27,16 @@ from kvcomm.wire.messages import (
     RecordWrite,
     RingTransition,
     Sibling,
+    TreeDigests,
     TreeGet,
 )
 from l3_shard import dvv
 from l3_shard.desk import ShardLimits
 from l3_shard.hints import OVERHEAD_BYTES
+from l3_shard.merkle import DEPTH, FAN_OUT, MerkleTree, leaf_of
 from l3_shard.repair import RepairCounts, RepairOptions
 from l3_shard.tombstones import _Group
-from tests.l3_shard.cluster import TENANT, Cluster, Faults
+from tests.l3_shard.cluster import NODE_TENANT, TENANT, Cluster, Faults, ring_map
 from tests.l3_shard.test_cluster import Client, History
 
 K = TENANT + b"k"
@@ -191,6 +194,16 @@ def test_large_values_travel_in_pieces():
     cluster.lose("b")
     quiet(cluster, 12.0)
     assert equal(cluster) and len(cluster.disks["b"].records) == 12
+
+
+def test_a_lone_shard_with_a_new_store_answers():
+    """Nobody is there that it could learn from."""
+    cluster = Cluster(1, "a", repair=OPTIONS, write=1)
+    cluster.map = structs.replace(cluster.map, epoch=5)
+    cluster.lose("a")
+    cluster.run(until=cluster.now + 0.2)
+    assert counts(cluster, "a").caught_up
+    assert ask(cluster, "a", RecordScan(b"", b"", 9)) == RecordKeys([])
 
 
 @pytest.mark.slow
@@ -498,6 +511,41 @@ def test_a_peer_of_another_tenant_is_refused():
         cluster.call("a", message, answers.append)
     cluster.run(until=4.0)
     assert [isinstance(answer, Failure) and answer.code for answer in answers] == ["refused"] * 2
+
+
+def test_a_shard_that_was_restarted_below_the_root_tells_no_empty_tree():
+    """Another one that has nothing yet would take itself for equal, and ready (``l3_shard.readiness``)."""
+    cluster = cluster_of()
+    put(cluster, "a", b"k", b"v", {})
+    question = TreeGet(1, "b", 1, [leaf_of(K) // FAN_OUT ** (DEPTH - 1)])
+    answers: list[Message] = []
+    cluster.faults.disk_s = 0.3
+    cluster.crash("a")
+    cluster.call("a", question, answers.append, tenant=NODE_TENANT)
+    cluster.run(until=cluster.now + 2.0)
+    (answer,) = answers
+    assert isinstance(answer, TreeDigests) and answer.digests != MerkleTree().children((1, 0))
+
+
+def test_who_is_no_neighbour_any_more_is_not_compared_with_after_a_split():
+    cluster = cluster_of()
+    shard = cluster.shards["a"]
+    shard._returned("c", 0.0)
+    assert shard._recovery._waiting
+    cluster.offer(ring_map("abd", epoch=2), ["a"])
+    assert not shard._recovery._waiting, "its merges would be counted for ever"
+
+
+@pytest.mark.parametrize(("node", "vouches"), [("a", True), ("d", False)])
+def test_who_keeps_a_record_by_a_newer_map_only_is_no_witness_of_it(node: str, vouches: bool):
+    cluster = Cluster(1, "abcd", repair=OPTIONS, members="abc")
+    cluster.disks[node].notes[b"caught_up"] = b"1"
+    cluster.crash(node)
+    cluster.run(until=2.0)
+    answers: list[Message] = []
+    cluster.call(node, RecordFetch(2, [K]), answers.append, tenant=NODE_TENANT)
+    cluster.run(until=3.0)
+    assert answers == [RecordStates([None], degraded=not vouches)]
 
 
 # -- traffic (P6)

@@ -319,6 +319,24 @@ def test_flows_measure_the_circle(now, then, count):
         assert abs(many / len(KEYS) - flows[pair] / 2**64) < 0.06
 
 
+def test_the_rest_of_a_stretch_whose_end_is_a_range_is_not_forgotten() -> None:
+    """Policies give stretches away from their first to their last point, and in parts."""
+    shards = cluster(12)
+    plain = Ring(msgspec.structs.replace(ring_map(shards), replicas=4))
+    points = sorted(end for _, end, _ in plain.stretches)
+    owners = [plain._now.owners(point, 4) for point in points]
+    counts = Counter(owners)
+    at = next(at for at in range(1, len(points)) if counts[owners[at]] == 1)
+    first, last = points[at - 1] + 100, points[at]
+    given_away = next(node.node for node in shards if node.node not in owners[at])
+    ranged = msgspec.structs.replace(plain.to_map(), ranges=[RingRange(first, last, given_away)])
+    there = Ring(ranged)
+    assert owners[at] in there._now.lists(4), "owners of the keys before the range"
+    assert there._pairs(4) == set(there.flows(4))
+    moving_on = Ring(msgspec.structs.replace(ranged, transition=RingTransition("copy", shards[1:], [])))
+    assert moving_on._pairs(4) == set(moving_on.flows(4))
+
+
 @settings(max_examples=8)
 @given(shard_lists, st.integers(0, POINT_MAX), st.integers(0, POINT_MAX))
 def test_stretches_are_the_circle_with_its_first_owners(shards, one, other):

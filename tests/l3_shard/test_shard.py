@@ -870,11 +870,15 @@ def test_a_peer_that_is_ahead_teaches_its_map():
 
 def test_a_write_goes_out_again_under_the_newer_map_when_the_owners_are_the_same():
     bench = Bench()
-    first, _ = durable(bench)
+    first, second = durable(bench)
     moved = ring_map("abc", epoch=2)
-    (again,) = bench.on(Answered(first.ticket, Failure("stale_epoch", "", encode_map(moved))))
-    assert again == AskPeer(ticket_of(again), first.node, RecordReplicate(2, [K], [ONE]), 1.5)
-    (reply,) = bench.on(Answered(ticket_of(again), Done()))
+    refusal = Failure("stale_epoch", "", encode_map(moved))
+    again: list[AskPeer] = []
+    for each in (second, first):
+        (ask,) = bench.on(Answered(each.ticket, refusal))
+        assert ask == AskPeer(ticket_of(ask), each.node, RecordReplicate(2, [K], [ONE]), 1.5)
+        again.append(ask)
+    (reply,) = bench.on(Answered(again[0].ticket, Done()))
     assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
 
 
@@ -890,6 +894,33 @@ def test_a_write_whose_owners_changed_meanwhile_is_made_durable_again_and_sent_t
     to_d, _ = asks_of(bench.on(Persisted(persist.ticket)), "d", "e")
     (reply,) = bench.on(Answered(to_d, Done()))
     assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+
+
+def test_a_write_is_made_durable_again_where_maps_in_between_may_have_dropped_it():
+    """By epoch 2 a move was taken back, and it has begun anew: who had the record by epoch 1 need not have
+    it, though epoch 3 places it alike."""
+    bench = Bench(write=3)
+    first, second = durable(bench)
+    assert bench.on(Answered(first.ticket, Done())) == []
+    newer = Failure("stale_epoch", "", encode_map(ring_map("abc", epoch=3, write=3)))
+    (load,) = bench.on(Answered(second.ticket, newer))
+    (persist,) = [each for each in bench.on(Loaded(ticket_of(load), (None,))) if isinstance(each, Persist)]
+    to_b, to_c = asks_of(bench.on(Persisted(persist.ticket)), "b", "c")
+    assert bench.on(Answered(to_c, Done())) == []
+    (reply,) = bench.on(Answered(to_b, Done()))
+    assert isinstance(reply, Reply) and isinstance(reply.message, RecordVersions)
+
+
+@pytest.mark.parametrize(("epoch", "acknowledged"), [(2, True), (3, False)])
+def test_an_acknowledgement_overtaken_by_more_than_one_map_is_none(epoch: int, acknowledged: bool):
+    bench = Bench()
+    (load,) = bench.ask(RecordReplicate(1, [K], [ONE]), tenant=NODE_TENANT)
+    (persist,) = bench.on(Loaded(ticket_of(load), (None,)))
+    bench.on(RingChanged(ring_map("abc", epoch=epoch)))
+    assert isinstance(persist, Persist)
+    (reply,) = bench.on(Persisted(persist.ticket))
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Done) if acknowledged else isinstance(reply.message, Failure)
 
 
 def test_a_write_that_is_not_ours_any_more_goes_to_its_new_owners():

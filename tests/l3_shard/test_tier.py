@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvcomm.block import NO_PARENT, BlockKey, Incarnation, block_keys, header_for, verify_copy
 from kvcomm.errors import KVCommError, OutcomeUnknown, PartlyDone, Refused, TooLarge, Unavailable
@@ -41,6 +42,7 @@ from kvcomm.wire.messages import (
     RingGet,
     RingMap,
     RingNode,
+    RingTransition,
     Sibling,
     StrongOutcome,
     StrongOutcomes,
@@ -725,6 +727,17 @@ def test_a_scan_pages_and_misses_one_shard_gladly(monkeypatch):
     shards.down["b"] = "refused"
     with pytest.raises(Refused):
         shards.run(tier.record_scan(b"name/"))
+
+
+def test_a_scan_misses_no_shard_that_alone_has_what_was_acknowledged():
+    """By the placement of before a write needed one copy: there was one shard."""
+    step = RingTransition("copy", ring_map("abc").shards, [])
+    shards = Shards(structs.replace(ring_map("a"), transition=step))
+    shards.down["b"] = "unavailable"
+    assert shards.run(shards.tier().record_scan(b"")) == []
+    shards.down = {"a": "unavailable"}
+    with pytest.raises(Unavailable, match="incomplete: a did not answer"):
+        shards.run(shards.tier().record_scan(b""))
 
 
 def test_a_scan_under_an_old_map_asks_the_shards_of_the_new_one():

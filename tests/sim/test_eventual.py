@@ -145,6 +145,16 @@ def test_a_session_does_not_go_back_unless_degraded() -> None:
     assert others.promises({1: "a"}, 1, plan=apart) == [], "another client's session"
 
 
+def test_where_records_move_a_session_may_lose_what_was_never_acknowledged() -> None:
+    apart = Plan(seed=0, read_quorum=1, write_quorum=2)
+    moved = Plan(seed=0, read_quorum=1, write_quorum=2, controllers=3)
+    shown = Story().put("a", outcome="unknown", client="d").get(["a"], 1).get([], 0)
+    assert shown.promises({1: "a"}, 1, plan=apart) == ["sessions"]
+    assert shown.promises({1: "a"}, 1, plan=moved) == []
+    done = Story().put("a", 1, client="d").get(["a"], 1).get([], 0)
+    assert done.promises({1: "a"}, 1, plan=moved) == ["sessions"]
+
+
 def test_every_operation_returns() -> None:
     assert Story().never_returns().promises({}, 0) == ["deadlines"]
 

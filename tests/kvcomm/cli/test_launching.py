@@ -144,7 +144,10 @@ def scaled(up: Played, orders: int, done: bool = True) -> None:
         task = asyncio.create_task(up._scale())
         async with asyncio.timeout(PATIENCE_S):
             written = up._cluster.directory / SHARDS_FILE
-            while len(up.orders) < orders or (done and not written.exists()):
+            text = f"{up._settings.cluster.shards}\n"
+            while len(up.orders) < orders or (
+                done and not (written.exists() and written.read_text() == text)
+            ):
                 await asyncio.sleep(0.002)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -165,6 +168,14 @@ def test_the_first_run_orders_nothing_and_remembers_what_was_asked_for(instance:
     assert (instance.directory / SHARDS_FILE).read_text() == "2\n"
 
 
+def test_a_number_that_was_lost_in_a_power_cut_is_no_obstacle(instance: Instance) -> None:
+    (instance.directory / SHARDS_FILE).write_text("")
+    up = Played(instance, settings("{shards: 2, replicas: 2}"))
+    up.view = view(ring(["shard-0", "shard-1"]), ALL)
+    scaled(up, 0)
+    assert (instance.directory / SHARDS_FILE).read_text() == "2\n"
+
+
 def test_another_number_than_at_the_last_run_is_an_order(
     instance: Instance, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +192,7 @@ def test_another_number_than_at_the_last_run_is_an_order(
 
 
 def test_what_was_scaled_meanwhile_is_not_scaled_back_by_a_restart(instance: Instance) -> None:
-    (instance.directory / SHARDS_FILE).write_text("2\n")
+    (instance.directory / SHARDS_FILE).write_text("2")  # told from what is written once it is decided
     up = Played(instance, settings("{shards: 2, replicas: 2}"))
     up.view = view(ring(["shard-0", "shard-1", "shard-2"]), ALL)
     scaled(up, 0)
