@@ -315,12 +315,10 @@ class Shard:
             serve=self._serve_held,
         )
         self._notes = Notes(self._desk)
-        self._strong_notes = Notes(self._desk, "strong")
-        self._member = "" if strong is None else strong.member
-        noted = [(self._notes, notes or {})]
-        if strong is not None:
-            noted.append((self._strong_notes, strong.notes))
-        self._kept = KeptMap(lambda: self.ring, noted if repair else (), self._desk, self._timers)
+        databases = [(self._notes, notes or {})]
+        if strong is not None and self._strong is not None:
+            databases.append((self._strong.notes, strong.notes))
+        self._kept = KeptMap(lambda: self.ring, databases if repair else (), self._desk, self._timers)
         self._timers.at(0.0, self._kept.keep)
         if kept.epoch > ring_map.epoch:
             self._timers.at(0.0, self._recheck.doubt)
@@ -457,7 +455,8 @@ class Shard:
                 effects += self._strong.flush()
         self._writing.flush()
         self._notes.flush(self.replica)
-        self._strong_notes.flush(self._member)
+        if self._strong is not None:
+            self._strong.flush_notes()
         return effects + self._desk.take()
 
     def _marks(self) -> tuple[tuple[bytes, bytes | None], ...]:
@@ -465,7 +464,7 @@ class Shard:
         return () if self._background is None else self._background.purge.marks()
 
     def _persisted(self, event: Persisted) -> None:
-        if self._notes.persisted(event) or self._strong_notes.persisted(event):
+        if self._notes.persisted(event):
             return
         keys = self._lines.persisted(event)
         if self._background is not None:

@@ -47,6 +47,7 @@ from l3_shard.entering import TENANT_BYTES, Entering
 from l3_shard.healing import Healing
 from l3_shard.keptmap import kept_map
 from l3_shard.lines import Lines
+from l3_shard.notes import Notes
 from l3_shard.proposer import Jitter
 from l3_shard.quorum import Quorum
 from l3_shard.removing import AGE_S, Removing
@@ -125,6 +126,8 @@ class Strong:
             database="strong",
             mends=False,
         )
+        self.notes = Notes(desk, "strong")
+        """Beside the strong records: durable whatever the fsync policy is."""
         self._refused = refused
         self._entering = Entering(
             desk,
@@ -262,6 +265,8 @@ class Strong:
                 self._healing.found(self._lines.loaded(event))
             case Persisted() if event.outcome != "failed" and self._lines.awaits(event.ticket):
                 self._lines.persisted(event)
+            case Persisted() if event.outcome != "failed" and self.notes.persisted(event):
+                pass
             case Scanned():
                 parts = (self._entering, self._settling, self._dropping, self._removing)
                 return any(part.scanned(event) for part in parts)
@@ -293,6 +298,10 @@ class Strong:
     def flush(self) -> list[Effect]:
         """What has come together for the storage."""
         return self._lines.flush(self._member)
+
+    def flush_notes(self) -> None:
+        """Order what is to be noted."""
+        self.notes.flush(self._member)
 
     # -- looking inside
 
