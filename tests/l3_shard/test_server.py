@@ -298,6 +298,18 @@ def test_records_survive_a_restart_of_every_shard(cluster: Cluster) -> None:
     assert cluster.get(b"k").values == (b"v",)
 
 
+def test_the_map_outlives_the_records(lone: Cluster) -> None:
+    """As after a power cut, where they are not synced."""
+    until(lambda: lone.on_loop(lone.running["a"].ring).epoch == 1)
+    lone.stop("a")
+    (strong,) = lone.directory.glob("a/**/strong")
+    for path in strong.parent.iterdir():
+        if path.is_file():
+            path.unlink()
+    lone.start("a")
+    assert lone.on_loop(lone.running["a"].ring).epoch == 1
+
+
 def test_one_dead_shard_stops_nobody_and_two_are_an_unknown_outcome(cluster: Cluster) -> None:
     cluster.put(b"k", b"v")
     cluster.stop("a")
