@@ -23,8 +23,8 @@ def explain(result: Result) -> str:
     return f"seed {result.plan.seed} in {result.plan.mode} mode\n{found}\n{world}"
 
 
-SAFETY_SEEDS, LIVENESS_SEEDS = 600, 100
-"""Worlds that a change must survive: 0 of 600 bounds the rate of failures a seed by 0.5 %."""
+SAFETY_SEEDS, LIVENESS_SEEDS = 480, 100
+"""Worlds that a change must survive: 0 of 480 bounds the rate of failures a seed by 0.63 %."""
 
 
 @pytest.mark.slow
