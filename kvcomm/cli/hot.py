@@ -14,7 +14,6 @@ from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.wire.messages import HotGet, HotKey, HotView
 
 TENANT_BYTES = 16
-ASK_S = 2.0
 
 
 def hot(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
@@ -50,14 +49,17 @@ def _row(plane: str, key: str, hot: HotKey) -> dict[str, Any]:
 
 
 def _view(name: str) -> HotView | None:
-    from kvcomm.cli.asking import ask, cluster_view
+    from kvcomm.cli.operators import asking, controllers_among
+    from kvcomm.errors import KVCommError
     from kvcomm.instance import Instance
 
     cluster = Instance.open(name)
-    nodes = cluster.survey().nodes
-    seen = cluster_view(cluster, nodes, ASK_S)
-    for record in nodes:
-        if seen is not None and record.node == seen.leader:
-            answer = ask(cluster, record.addresses[0], HotGet(), ASK_S)
-            return answer if isinstance(answer, HotView) else None
-    return None
+    with asking(cluster, controllers_among(cluster.survey().nodes)) as asked:
+        try:
+            seen = asked.view()
+            if seen.leader != seen.controller:
+                return None
+            answer = asked.ask(HotGet())  # whoever leads is asked first
+        except KVCommError:
+            return None
+    return answer if isinstance(answer, HotView) else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from kvcomm.errors import ConfigError, KVCommError, OutcomeUnknown, Refused, Una
 from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, OrderAnswer
 
 if TYPE_CHECKING:
-    from kvcomm.instance import Instance
+    from kvcomm.instance import Instance, NodeRecord
 
 ASK_S = 2.0
 ORDER_S = 20.0
@@ -143,12 +143,24 @@ def operators(name: str | None) -> Iterator[Operators]:
         ConfigError: it does not say which of several.
         Unavailable: none runs here.
     """
+    instance = instance_of(name)
+    addresses = controllers_among(instance.nodes())
+    addresses |= {name: at for name, at in _configured(instance).items() if name not in addresses}
+    with asking(instance, addresses) as asked:
+        yield asked
+
+
+def controllers_among(nodes: Iterable[NodeRecord]) -> dict[str, str]:
+    """Where those of these nodes that are controllers are to be asked."""
+    return {each.node: each.addresses[0] for each in nodes if each.role == "controller"}
+
+
+@contextmanager
+def asking(instance: Instance, addresses: Mapping[str, str]) -> Iterator[Operators]:
+    """The controllers at these addresses, asked as one of the cluster's own processes."""
     from kvcomm.rpc import Identity, Peers, run_blocking
     from kvcomm.steps import Ask, ask_all
 
-    instance = instance_of(name)
-    addresses = {each.node: each.addresses[0] for each in instance.nodes() if each.role == "controller"}
-    addresses |= {name: at for name, at in _configured(instance).items() if name not in addresses}
     identity = Identity(instance.credentials().token(NODE_TENANT), Incarnation(secrets.randbits(64) | 1))
     peers = Peers(identity, connect_timeout_s=ASK_S)
 

@@ -68,10 +68,9 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
         except KVCommError as error:
             row["error"] = error.message
         rows.append(row)
-    from kvcomm.cli.asking import cluster_view
     from kvcomm.cli.cluster import document, lines
 
-    view = cluster_view(instance, survey.nodes)
+    view = _view(instance, survey)
     rows += [*_missing(instance.name, survey), *_unregistered(instance.name, view)]
     if view is None and rows:
         rows[0]["cluster_lines"] = ["no controller answers: reads and writes go on, changes wait"]
@@ -81,6 +80,18 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
             row["cluster"] = document(view)
             row["cluster_lines"] = list(lines(view))
     return sorted(rows, key=lambda row: row["node"])
+
+
+def _view(instance: Instance, survey: Survey) -> ClusterView | None:
+    """``None`` = no controller answers."""
+    from kvcomm.cli.operators import asking, controllers_among
+    from kvcomm.errors import Unavailable
+
+    with asking(instance, controllers_among(survey.nodes)) as asked:
+        try:
+            return asked.view()
+        except Unavailable:
+            return None
 
 
 def _unregistered(instance: str, view: ClusterView | None) -> Iterator[dict[str, Any]]:
