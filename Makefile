@@ -5,7 +5,7 @@
 #
 # Variables: PYTHON (interpreter), VENV (folder), PIP_FLAGS (e.g. "--no-index --find-links wheels"),
 # TEST_EXTRAS, SEEDS, FIRST, MODE, JOBS (of the simulator; 0 = one a core), DEMO_FLAGS, BENCH_FLAGS,
-# PYTEST_FLAGS (e.g. "-m 'not slow'"), RDMA_FLAGS (pytest's, of test-rdma).
+# MARKS (which tests, e.g. "not slow"), PYTEST_FLAGS (e.g. "-k ring"), RDMA_FLAGS (pytest's, of test-rdma).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +13,7 @@ PIP_FLAGS ?=
 TEST_EXTRAS ?= dev,transformers,demo,bench
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+MARKS ?=
 PYTEST_FLAGS ?=
 RDMA_FLAGS ?=
 SEEDS ?= 600
@@ -59,7 +60,7 @@ demo: $(DEMO_INSTALLED)
 	$(BIN)/kvcomm demo $(DEMO_FLAGS)
 
 test: check
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	VENV=$(VENV) MARKS="$(MARKS)" scripts/test $(PYTEST_FLAGS)
 
 test-rdma: $(TEST_INSTALLED)
 	VENV=$(VENV) scripts/test-rdma $(RDMA_FLAGS)

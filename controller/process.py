@@ -146,6 +146,8 @@ async def run_controller(
         ready(RunningController(bound, server, metadata, machine, shell))
         await stop.wait()
         await shell.step_down()
+        if not ending.reason:  # else nothing is answered any more
+            await server.leave()
     finally:
         await shell.close()
         await server.close()

@@ -8,6 +8,10 @@ their bounds (one read, 64 KiB of requests, may overshoot them).  A request's nu
 answered: services go by it, so a second request with the same number ends the connection before they see it.
 What one peer does wrong closes its own connection and nothing else.
 
+A server that stops in order (:meth:`DataServer.leave`) answers what it has begun and refuses the rest; then
+it says ``Goodbye``, and takes in what still comes, unread, until the peer has hung up.  A connection that is
+closed with requests on their way leaves every write among them in doubt.
+
 A request whose deadline has passed before it could be looked at (this process stood still, the network held
 it back) is refused as ``unavailable``, and nothing of it is done: its sender waits no longer.  Not so if it
 brought a payload, which only blocks do: those are immutable, and their room has been given away already.
@@ -48,6 +52,7 @@ from kvcomm.wire.messages import (
     Done,
     DropOrder,
     Failure,
+    Goodbye,
     Hello,
     Message,
     Ping,
@@ -86,8 +91,15 @@ HELLO_BYTES_MAX = 4096
 UNPLACED_BYTES_MAX = 16 << 20
 """Largest payload that is received into a fresh buffer, when the service names no destination."""
 
+LEAVE_S = 2.0
+"""What is under way when a server stops in order has so long to be answered."""
+HANG_UP_S = 0.1
+"""Who was told goodbye has so long to hang up; the owner of an idle connection may not be looking."""
+
 _ACCEPTS_MAX = 64
 _ACCEPT_PAUSE_S = 0.5
+_HELLO_NUMBER = 0
+_STOPPING = "this node is stopping, nothing was done; ask another one"
 _connection_ids = itertools.count(1)
 _log = logging.getLogger(__name__)
 
@@ -174,6 +186,8 @@ class DataServer:
         self._connections_max = connections_max
         self._connections: dict[ConnectionId, _Accepted] = {}
         self._listening: dict[socket.socket, tuple[Address, int]] = {}
+        self._changed = asyncio.Event()
+        """A connection has ended, or its goodbye has left."""
         self.client_seconds = Histogram()
         """Of requests of clients: from their arrival, or their payload's beginning, to the answer."""
         self.request_counts: dict[type[Message], int] = {}
@@ -203,8 +217,39 @@ class DataServer:
             raise
         return bound
 
+    async def leave(self, limit_s: float = LEAVE_S) -> None:
+        """Stop in order, for at most ``limit_s`` and ``HANG_UP_S``: nothing new is begun, what is under way
+        is answered, and every peer learns that the rest was not done.  Ends like :meth:`close`."""
+        self._stop_listening()
+        for connection in list(self._connections.values()):
+            connection.leave()
+        await self._until(lambda: all(each.parted for each in self._connections.values()), limit_s)
+        await self._until(lambda: not self._connections, HANG_UP_S)
+        await self.close()
+
     async def close(self) -> None:
         """Stop listening and drop every connection.  Idempotent."""
+        self._stop_listening()
+        for connection in list(self._connections.values()):
+            connection.end(ConnectionAbortedError("the server is closing"))
+
+    def forget(self, connection: ConnectionId) -> None:
+        """One of our connections has ended."""
+        del self._connections[connection]
+        self.changed()
+
+    def changed(self) -> None:
+        """Whoever waits for the connections to end may look again."""
+        self._changed.set()
+
+    async def _until(self, done: Callable[[], bool], limit_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not done():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _stop_listening(self) -> None:
         listening, self._listening = self._listening, {}
         for server, (address, inode) in listening.items():
             asyncio.get_running_loop().remove_reader(server.fileno())
@@ -213,12 +258,6 @@ class DataServer:
                 with suppress(FileNotFoundError):
                     if os.stat(address.path).st_ino == inode:  # a successor may have taken the path over
                         os.unlink(address.path)
-        for connection in list(self._connections.values()):
-            connection.end(ConnectionAbortedError("the server is closing"))
-
-    def forget(self, connection: ConnectionId) -> None:
-        """One of our connections has ended."""
-        del self._connections[connection]
 
     def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -248,7 +287,7 @@ class DataServer:
 
 
 class _Accepted:
-    """One connection: greeting, then open, then ended."""
+    """One connection: greeting, then open, perhaps leaving, then ended."""
 
     def __init__(self, server: DataServer, connection: socket.socket, number: ConnectionId) -> None:
         self._server = server
@@ -266,6 +305,10 @@ class _Accepted:
         self._knows_stamps = False
         self._corked = False
         self._ended = False
+        self._leaving = False
+        self._said_goodbye = False
+        self.parted = False
+        """Whether our goodbye has left."""
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(
             server.hello_timeout_s, self.end, TimeoutError("no Hello in time")
@@ -274,6 +317,15 @@ class _Accepted:
             loop, connection, reader=self._reader, outbox=self._outbox,
             received=self._received, lost=self.end, drained=self._regulate, stall_s=server.stall_s,
         )  # fmt: skip
+
+    def leave(self) -> None:
+        """Begin nothing more, and say goodbye when all that was begun is answered."""
+        if self._origin is None:
+            self.end(ConnectionAbortedError("the server is stopping"))
+            return
+        self._leaving = True
+        self._part()
+        self._stream.flush()
 
     def end(self, error: Exception) -> None:
         """Idempotent."""
@@ -305,9 +357,19 @@ class _Accepted:
                 left()
             left, frame = None, encode_frame(number, Failure(error.code, error.message), (), self._stamp())
         self._outbox.put(frame, None if left is None else lambda _: left())
+        self._part()
         if not self._corked:
             self._stream.flush()
             self._regulate()
+
+    def _part(self) -> None:
+        if self._leaving and not self._unanswered and not self._said_goodbye:
+            self._said_goodbye = True
+            self._outbox.put(encode_frame(_HELLO_NUMBER, Goodbye()), self._parted)
+
+    def _parted(self, _: bool) -> None:
+        self.parted = True
+        self._server.changed()
 
     def _received(self, received_bytes: int) -> None:
         self._corked = True
@@ -318,7 +380,7 @@ class _Accepted:
                 else:
                     self._request(self._origin, frame)
         except KVCommError as error:
-            self._say_goodbye(error)
+            self._show_out(error)
             return
         finally:
             self._corked = False
@@ -341,7 +403,7 @@ class _Accepted:
             try:
                 self._greet(hello)
             except KVCommError as error:
-                self._say_goodbye(error)
+                self._show_out(error)
             else:
                 self._stream.flush()
 
@@ -376,6 +438,8 @@ class _Accepted:
         self._outbox.put(encode_frame(frame.request, welcome, (), self._stamp()))
 
     def _request(self, origin: Origin, frame: Frame) -> None:
+        if self._said_goodbye:
+            return  # its sender knows by that, or will
         kind, counts = type(frame.message), self._server.request_counts
         counts[kind] = counts.get(kind, 0) + 1
         if not frame.payload:  # else it began when its payload did
@@ -389,6 +453,8 @@ class _Accepted:
             elif isinstance(frame.message, DropOrder):
                 self._drop(origin, frame.message)
                 reply(Done())
+            elif self._leaving and not frame.payload:
+                raise Unavailable(_STOPPING)
             elif frame.stamp and not frame.payload and self._is_overdue(frame):
                 raise Unavailable("its time was over before it could be looked at; nothing was done")
             else:
@@ -414,8 +480,12 @@ class _Accepted:
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
         assert self._origin is not None, "no payload is taken before Hello"
+        if self._said_goodbye:
+            return discard(payload_bytes)
         self._begin(number, type(message))
         try:
+            if self._leaving:
+                raise Unavailable(_STOPPING)
             pieces = self._service.sink(self._asked(self._origin, number), message, payload_bytes)
             if pieces is None and payload_bytes > UNPLACED_BYTES_MAX:
                 raise TooLarge(f"{type(message).__name__} takes at most {UNPLACED_BYTES_MAX} payload bytes")
@@ -443,9 +513,9 @@ class _Accepted:
         else:
             self._stream.pause_reading()
 
-    def _say_goodbye(self, error: KVCommError) -> None:
+    def _show_out(self, error: KVCommError) -> None:
         """Tell the peer why, if it takes one more small frame at once, and close."""
-        self._outbox.put(encode_frame(0, Failure(error.code, error.message)))
+        self._outbox.put(encode_frame(_HELLO_NUMBER, Failure(error.code, error.message)))
         self._stream.flush()
         self.end(error)
 

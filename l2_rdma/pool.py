@@ -250,6 +250,7 @@ async def run_pool(
                 owner.tick(clock())
                 service.fence_late_writers()
                 await _until(owner, stop, clock)
+            await server.leave()
         finally:
             if warmer is not None:
                 warmer.cancel()

@@ -189,6 +189,8 @@ async def run_shard(
     try:
         ready(process.running(await server.start(addresses), server, service))
         await process.tick_until_stopped()
+        if not ending.reason:  # else nothing is answered any more
+            await server.leave()
     finally:
         await server.close()
         try:

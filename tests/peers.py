@@ -133,6 +133,13 @@ class Served:
         self.loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
         return go_on
 
+    def leave(self, limit_s: float) -> threading.Event:
+        """Have the server stop in order; set when it has."""
+        ended = threading.Event()
+        leaving = asyncio.run_coroutine_threadsafe(self.server.leave(limit_s), self.loop)
+        leaving.add_done_callback(lambda _: ended.set())
+        return ended
+
     def close(self) -> None:
         self._run(self.server.close())
         self.loop.call_soon_threadsafe(self.loop.stop)

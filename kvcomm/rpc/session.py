@@ -8,9 +8,10 @@ requests move to the outbox as long as it is below its high-water mark.  An :cla
     held -> queued -> sent (its last byte was taken) -> begun (its reply arrives) -> answered
        \\________\\_______\\_____________________________\\-> failed
 
-``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, or idempotent),
-else ``outcome_unknown``.  An exchange that was given up stays in the table until its reply has been thrown
-away, so that no late byte is written to a destination that the caller has back.
+``failed`` says what is true: ``unavailable`` if nothing can have happened (never sent whole, idempotent, or
+unanswered by a server that has said ``Goodbye``), else ``outcome_unknown``.  An exchange that was given up
+stays in the table until its reply has been thrown away, so that no late byte is written to a destination that
+the caller has back.
 
 Requests carry their deadline on the server's clock as soon as the server has told its own
 (``kvcomm.wire.deadlines``), so that one that was given up here is not begun there later.
@@ -30,7 +31,7 @@ from kvcomm.namespace import Namespace
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.deadlines import ServerClock
 from kvcomm.wire.frames import KNOWS_STAMPS, Frame, FrameReader, discard, encode_frame
-from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
+from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Goodbye, Hello, Message, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox, Parcel
 
 _HELLO_NUMBER = 0
@@ -69,7 +70,7 @@ class Exchange:
     """Called once with the answer set (the asyncio client's way to hear of it)."""
     answer: Answer | None = None
     sent: bool = False
-    """Whether the whole request left this process."""
+    """Whether the whole request left this process, for a server that may have looked at it."""
     begun: bool = False
     """Whether its reply has started to arrive."""
     reused: bool = False
@@ -166,6 +167,7 @@ class Session:
 
         Raises:
             Corrupt, TooLarge: not our protocol; the connection must be dropped.
+            ConnectionAbortedError: the server stops; the connection must be dropped.
         """
         self.heard_at = now
         for frame in self.reader.advance(received_bytes):
@@ -175,6 +177,8 @@ class Session:
                 exchange.finish(Answer(frame.message, frame.payload, now))
             elif frame.request == _HELLO_NUMBER and self.welcome is None:
                 self._greeted(frame, now)
+            elif frame.request == _HELLO_NUMBER and isinstance(frame.message, Goodbye):
+                self._dismissed()
             else:
                 raise Corrupt(f"reply to request {frame.request}, which is not outstanding")
 
@@ -226,6 +230,12 @@ class Session:
         self.welcome = frame.message
         self._clock.heard(frame.stamp, -inf, now)
         self.pump(now)
+
+    def _dismissed(self) -> None:
+        """What the server has not answered it has not done: as good as never sent."""
+        for exchange in self._pending.values():
+            exchange.sent = False
+        raise ConnectionAbortedError("the server is stopping, nothing was done")
 
     def _sink(self, number: int, message: Message, payload_bytes: int) -> list[memoryview] | None:
         exchange = self._pending.get(number)

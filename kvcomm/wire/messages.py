@@ -65,6 +65,11 @@ class Welcome(Message, frozen=True):
     epoch: int
 
 
+class Goodbye(Message, frozen=True):
+    """The server stops, says so under the number of ``Hello``, and looks at nothing more: whatever it has not
+    answered by now it has not done."""
+
+
 class Ping(Message, frozen=True):
     pass
 
@@ -1104,4 +1109,5 @@ MESSAGES: tuple[type[Message], ...] = (
     RingOffer, RingTaken, Heartbeat, HeartbeatAnswer,
     HotReport, HotRecords, WarmOrder, HotGet, HotView,
     ScaleOrder, DrainOrder, MoveOrder, RebalanceOrder, CancelOrder, OrderAnswer, ClusterGet, ClusterView,
+    Goodbye,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from kvcomm.wire.messages import (
     BlockStored,
     Done,
     Failure,
+    Goodbye,
     Hello,
     Message,
     RecordPut,
@@ -390,6 +391,34 @@ def test_a_connection_that_died_while_idle_is_replaced_unnoticed(peers: Peers) -
 def idle_is_alive(peers: Peers, address: str) -> bool:
     """Whether the pool's idle connection still stands, without taking it."""
     return peers._idle[address][0].alive()
+
+
+def test_what_a_stopping_server_has_not_answered_was_not_done(peers: Peers) -> None:
+    def script(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+
+    with scripted(script) as address:
+        answer = run_blocking(ask(Ask(address, PUT)), peers, soon())
+    assert isinstance(answer.message, Failure)
+    assert (answer.message.code, "stopping" in answer.message.text) == ("unavailable", True)
+
+
+def test_it_may_be_asked_of_its_successor_at_once(peers: Peers) -> None:
+    def first(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+
+    def second(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+
+    with scripted(first, second) as address:
+        run_blocking(ask(Ask(address, RingGet())), peers, soon())
+        assert run_blocking(ask(Ask(address, PUT)), peers, soon()).message == Done()
 
 
 @pytest.mark.parametrize(("message", "again"), [(RingGet(), True), (PUT, False)])

@@ -26,6 +26,7 @@ from kvcomm.wire.messages import (
     BlockStored,
     Done,
     Failure,
+    Goodbye,
     Message,
     RecordPut,
     RingGet,
@@ -286,6 +287,32 @@ def test_a_server_that_dies_after_a_request_on_a_fresh_connection(message: Messa
         assert code(answer) == ("unavailable" if message.idempotent else "outcome_unknown")
 
     with scripted(script) as address:
+        run(main(address))
+
+
+def test_what_a_stopping_server_has_not_answered_was_not_done() -> None:
+    def first(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+
+    def second(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+
+    def third(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+
+    async def main(address: str) -> None:
+        async with peers_of() as peers:
+            assert code(await run_async(ask(Ask(address, PUT)), peers, soon())) == "unavailable"
+            for _ in range(2):  # the last of them is asked of the next process at once
+                assert (await run_async(ask(Ask(address, PUT)), peers, soon())).message == Done()
+
+    with scripted(first, second, third) as address:
         run(main(address))
 
 

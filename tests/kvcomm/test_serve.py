@@ -28,8 +28,10 @@ from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
     BlockGet,
     BlockPut,
+    BlockStored,
     Done,
     Failure,
+    Goodbye,
     Hello,
     Message,
     Ping,
@@ -436,6 +438,80 @@ def test_closing_tells_the_service_of_every_connection_once(service: KeyValues) 
     assert len(service.ended) == len(set(service.ended)) == 3
     for connection in connections:
         connection.close()
+
+
+# -- an orderly stop
+
+
+def test_what_is_under_way_is_answered_before_the_goodbye(server: Served, service: KeyValues) -> None:
+    with guest(server.address) as dialogue:
+        dialogue.say(1, PUT)
+        until(lambda: len(service.held) == 1)
+        ended = server.leave(PATIENCE_S)
+        until(lambda: refuses_connections(server.address))
+        assert not ended.is_set()
+        dialogue.say(2, PUT)
+        refused = dialogue.hear()
+        assert (refused.request, isinstance(refused.message, Failure)) == (2, True)
+        assert isinstance(refused.message, Failure) and refused.message.code == "unavailable"
+        server.call(lambda: service.held[0](Done()))
+        assert [(frame.request, frame.message) for frame in (dialogue.hear(), dialogue.hear())] == [
+            (1, Done()),
+            (0, Goodbye()),
+        ]
+        assert len(service.handled) == 1
+    assert ended.wait(PATIENCE_S)
+    until(lambda: len(service.ended) == 1)
+
+
+def test_what_comes_after_the_goodbye_is_not_done(
+    service: KeyValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "HANG_UP_S", PATIENCE_S)
+    with served(service) as server, guest(server.address) as dialogue:
+        ended = server.leave(PATIENCE_S)
+        assert dialogue.hear().message == Goodbye()
+        dialogue.say(1, PUT)
+        dialogue.say(2, BlockPut(0, [Want(bytes(32), 5)]), [b"bytes"])
+        dialogue.socket.shutdown(socket.SHUT_WR)
+        assert ended.wait(PATIENCE_S)
+        assert ends(dialogue)
+    assert (service.handled, service.values) == ([], {})
+
+
+def test_a_payload_that_was_arriving_is_taken_to_its_end(server: Served, service: KeyValues) -> None:
+    whole = b"".join(encode_frame(1, BlockPut(0, [Want(b"k", 500_000)]), [bytes(500_000)]))
+    with guest(server.address) as dialogue:
+        dialogue.socket.sendall(whole[:200_000])
+        until(lambda: any(each._unanswered for each in list(server.server._connections.values())))
+        server.leave(PATIENCE_S)
+        until(lambda: refuses_connections(server.address))
+        dialogue.socket.sendall(whole[200_000:])
+        assert dialogue.hear().message == BlockStored(["stored"])
+        assert dialogue.hear().message == Goodbye()
+    assert service.values == {b"k": bytes(500_000)}
+
+
+def test_who_gets_no_answer_in_time_gets_no_goodbye(server: Served, service: KeyValues) -> None:
+    """What it asked for may have been done."""
+    with guest(server.address) as waits, guest(server.address) as idles, stranger(server.address) as mute:
+        waits.say(1, PUT)
+        until(lambda: len(service.held) == 1)
+        ended = server.leave(0.2)
+        assert idles.hear().message == Goodbye()
+        assert ends(mute)
+        assert ended.wait(PATIENCE_S)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            waits.hear()
+
+
+def refuses_connections(address: str) -> bool:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_connection_numbers_are_never_used_twice(service: KeyValues) -> None:

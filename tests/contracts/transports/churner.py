@@ -1,7 +1,8 @@
 """A peer with an ``Owner``: ``python -m tests.contracts.transports.churner ...``.
 
 It holds a few slots for many keys.  Told to churn it puts block after block, as fast as it can, so that every
-slot is reused all the time under whoever reads; else it does what the test asks for.
+slot is reused all the time under whoever reads; else it does what the test asks for.  Now and then it rests
+for a moment: a reader that needs its processor for every answer would find no slot as the index had it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ COPY_BYTES = 64 << 10
 PAYLOAD_BYTES = COPY_BYTES - HEADER_BYTES
 LAYOUT = layout_of(2, slab_bytes=SLOTS // 2 * COPY_BYTES, index_entries=64, hazard_count=64)
 PUTS_A_TURN = 32
+REST_SHARE = 0.25
+"""Of the turns: after them it rests."""
+REST_S = 0.01
+"""At most."""
 
 
 @cache
@@ -72,6 +77,12 @@ class Churner:
             self.put(self._pick.randrange(KEYS))
         self.owner.tick(time.monotonic())
 
+    def rest_s(self) -> float | None:
+        """How long to wait for questions before the next turn; ``None`` = there is none."""
+        if not self.churning:
+            return None
+        return self._pick.uniform(0.0, REST_S) if self._pick.random() < REST_SHARE else 0.0
+
     def churn(self, on: bool) -> list[int]:
         """How many were put and evicted until now."""
         self.churning = on
@@ -94,7 +105,7 @@ def main(transport: str, directory: Path, incarnation: int) -> None:
         }
         listening = Listening(directory, Answers(memory, provider, questions))
         say(incarnation=incarnation)
-        while listening.step(0.0 if churner.churning else None):
+        while listening.step(churner.rest_s()):
             if churner.churning:
                 churner.turn()
         provider.close()
