@@ -27,6 +27,10 @@ from kvcomm.machine import Effect, Event, Tick
 from kvcomm.wire.messages import NodePlan
 
 START_TIMEOUT_S = 20.0
+"""Of the first start.  After each that took too long the next may take twice as long: memory that is
+registered, or a disk that is read through, takes its time, and would never be finished."""
+START_TIMEOUTS_MAX = 8
+"""So many times that at most."""
 STOP_GRACE_S = 5.0
 """Between asking a node to end and killing it."""
 BACKOFF_FIRST_S = 0.1
@@ -95,6 +99,8 @@ class _Node:
     plan: NodePlan
     state: Literal["absent", "starting", "up", "waiting", "stopping"] = "absent"
     since: float = 0.0
+    patience: int = 1
+    """How many times the usual time its start may take."""
     backoff_s: float = BACKOFF_FIRST_S
     restarts: int = 0
     early_ends: int = 0
@@ -233,6 +239,8 @@ class Supervisor:
                 node.state, node.since = "starting", now
                 effects.append(StartNode(node.plan))
             elif node.state in ("starting", "stopping") and is_due:
+                if node.state == "starting":
+                    node.patience = min(2 * node.patience, START_TIMEOUTS_MAX)
                 node.since = now  # ask again if even the kill gets lost
                 effects.append(KillNode(node.plan.node))
         return effects
@@ -241,7 +249,7 @@ class Supervisor:
 def _deadline_of(node: _Node) -> float | None:
     match node.state:
         case "starting":
-            return node.since + START_TIMEOUT_S
+            return node.since + START_TIMEOUT_S * node.patience
         case "waiting":
             return node.since + node.backoff_s
         case "stopping":

@@ -8,7 +8,6 @@ What is put together comes from :class:`Parts`, so that a test can put a broken 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +20,10 @@ from kvcomm.chaos.driver import Done, run_steps
 from kvcomm.chaos.history import Happened, History
 from kvcomm.chaos.network import Network, Peers, Reply
 from kvcomm.chaos.plan import Plan
+from kvcomm.chaos.turns import Turns
 from kvcomm.chaos.watch import Place, Violation, Watch
 from kvcomm.chaos.witness import Witness
-from kvcomm.chaos.world import Host, Timer, World
+from kvcomm.chaos.world import Host, World
 from kvcomm.credentials import NODE_TENANT, Credentials
 from kvcomm.hotcopies import HotCopies
 from kvcomm.machine import (
@@ -35,7 +35,6 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
-    Resumed,
     Stop,
     Tick,
 )
@@ -609,15 +608,11 @@ class ShardProcess:
         )
         identity = Identity(cluster.credentials.token(NODE_TENANT), Incarnation(host.life))
         self.peers = Peers(cluster.network, host, identity)
-        self._events: deque[Event] = deque()
-        self._draining = False
-        self._pause_count = host.pause_count
+        self._turns = Turns(self.machine, host, self, self._carry_out, self._look_at_ring)
         self._dying = False
         self._requests: dict[tuple[ConnectionId, int], _Open] = {}
         self._records = Commits(self.disk, host, self.draw, cluster.plan, self.deliver)
         self._strong = Commits(self.strong_disk, host, self.draw, cluster.plan, self.deliver)
-        self._timer: Timer | None = None
-        self._timer_at: float | None = None
         self._epoch = self.machine.ring.epoch
         self._heart = cluster.heart(self)
         cluster.network.listen(host, self)
@@ -645,23 +640,8 @@ class ShardProcess:
     # -- kvcomm.runtime
 
     def deliver(self, event: Event) -> None:
-        """One event at a time; those that an effect causes wait for their turn."""
-        if self._pause_count != self.host.pause_count:
-            self._pause_count = self.host.pause_count
-            self._events.append(Resumed())
-        self._events.append(event)
-        if self._draining:
-            return
-        self._draining = True
-        while self._events and self.host.process is self:
-            for effect in self.machine.handle(self._events.popleft(), self.host.clock()):
-                if self.host.process is self:
-                    self._carry_out(effect)
-            self.machine.check()
-            self._look_at_ring()
-        self._draining = False
-        if self.host.process is self:
-            self._arm()
+        """An event for the shard's machine."""
+        self._turns.deliver(event)
 
     def _look_at_ring(self) -> None:
         ring = self.machine.ring
@@ -737,21 +717,6 @@ class ShardProcess:
             effect.deadline,
             lambda answer: self.deliver(Answered(effect.ticket, answer.message)),
         )
-
-    def _arm(self) -> None:
-        deadline = self.machine.deadline()
-        if deadline == self._timer_at and (deadline is None) == (self._timer is None):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_at = deadline
-        if deadline is not None:
-            self._timer = self.host.after(max(1e-6, deadline - self.host.clock()), self._tick)
-
-    def _tick(self) -> None:
-        self._timer = self._timer_at = None
-        self.deliver(Tick())
 
     def _follow_wall(self) -> None:
         from l3_shard.shard import WallAdjusted

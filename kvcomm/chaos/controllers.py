@@ -11,7 +11,6 @@ disks and its own watch, and is held to the same promises.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,9 @@ from kvcomm.chaos.cluster import ShardProcess, meta_floor
 from kvcomm.chaos.driver import run_steps
 from kvcomm.chaos.hearts import Heart, Pulse
 from kvcomm.chaos.network import Peers, Reply
+from kvcomm.chaos.turns import Turns
 from kvcomm.chaos.watch import Watch
-from kvcomm.chaos.world import Host, Timer
+from kvcomm.chaos.world import Host
 from kvcomm.credentials import NODE_TENANT
 from kvcomm.errors import Fenced, KVCommError
 from kvcomm.lease import Grant, Tenure
@@ -37,7 +37,6 @@ from kvcomm.machine import (
     Event,
     Origin,
     Received,
-    Resumed,
     Tick,
 )
 from kvcomm.machine import Reply as ReplyEffect
@@ -279,11 +278,7 @@ class ControllerProcess(ShardProcess):
         self._controllers, self._term = controllers, 0
         self.controller = controllers.cluster.parts.controller(host.name, controllers)
         self._asked: dict[tuple[ConnectionId, int], Reply] = {}
-        self._inbox: deque[Event] = deque()
-        self._handling = False
-        self._due: Timer | None = None
-        self._due_at: float | None = None
-        self._pauses = host.pause_count
+        self._leading = Turns(self.controller, host, self, self._perform)
         self._strong_plane = self._plane()
         draw = controllers.cluster.world.draw.fork(f"{host.name}.lease")
         holder = f"{host.name}/{host.life}"
@@ -339,21 +334,7 @@ class ControllerProcess(ShardProcess):
 
     def tell(self, event: Event) -> None:
         """An event for the controller."""
-        if self._pauses != self.host.pause_count:
-            self._pauses = self.host.pause_count
-            self._inbox.append(Resumed())
-        self._inbox.append(event)
-        if self._handling:
-            return
-        self._handling = True
-        while self._inbox and self.host.process is self:
-            for effect in self.controller.handle(self._inbox.popleft(), self.host.clock()):
-                if self.host.process is self:
-                    self._perform(effect)
-            self.controller.check()
-        self._handling = False
-        if self.host.process is self:
-            self._set_timer()
+        self._leading.deliver(event)
 
     def _perform(self, effect: Effect) -> None:
         from controller.controller import Note, Publish, Recall
@@ -378,21 +359,6 @@ class ControllerProcess(ShardProcess):
                 pass
             case _:
                 raise AssertionError(f"nobody performs {effect}")
-
-    def _set_timer(self) -> None:
-        due_at = self.controller.deadline()
-        if due_at == self._due_at and (due_at is None) == (self._due is None):
-            return
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        self._due_at = due_at
-        if due_at is not None:
-            self._due = self.host.after(max(1e-6, due_at - self.host.clock()), self._come_due)
-
-    def _come_due(self) -> None:
-        self._due = self._due_at = None
-        self.tell(Tick())
 
     # -- metadata
 

@@ -71,8 +71,15 @@ class Kill(Step, frozen=True, tag="kill"):
     """As soon as what was ordered is at this step, or behind it."""
 
 
+class Stop(Step, frozen=True, tag="stop"):
+    """SIGTERM: it answers what it has begun, and ends."""
+
+    node: str
+    part: Part = "all"
+
+
 class Restart(Step, frozen=True, tag="restart"):
-    """Start what was killed, over what is on its disk."""
+    """Start what was killed or stopped, over what is on its disk."""
 
     node: str
     part: Part = "all"
@@ -118,7 +125,7 @@ class Drain(ControllerOrder, frozen=True, tag="drain", kw_only=True):
     node: str
 
 
-AnyStep = Cut | Heal | Pause | Resume | Kill | Restart | Loss | Slow | Scale | Move | Drain
+AnyStep = Cut | Heal | Pause | Resume | Kill | Stop | Restart | Loss | Slow | Scale | Move | Drain
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,15 +250,18 @@ def _problems(scenario: Scenario) -> Iterator[str]:
 
 
 def _unpaired(steps: Sequence[AnyStep]) -> Iterator[str]:
-    """What is to go on, or start again, was paused or killed before by the same name."""
-    hurt: set[tuple[type[Step], str, Part]] = set()
+    """What is to go on was paused, what is to start again was killed or stopped before, by the same name."""
+    paused: set[tuple[str, Part]] = set()
+    ended: set[tuple[str, Part]] = set()
     for number, step in enumerate(steps, start=1):
-        if isinstance(step, Pause | Kill):
-            hurt.add((type(step), step.node, step.part))
+        if isinstance(step, Pause):
+            paused.add((step.node, step.part))
+        elif isinstance(step, Kill | Stop):
+            ended.add((step.node, step.part))
         elif isinstance(step, Resume | Restart):
-            before = Pause if isinstance(step, Resume) else Kill
-            if (before, step.node, step.part) not in hurt:
-                done = "paused" if before is Pause else "killed"
+            goes_on = isinstance(step, Resume)
+            if (step.node, step.part) not in (paused if goes_on else ended):
+                done = "paused" if goes_on else "killed or stopped"
                 yield (
                     f"step {number} ({type(step).__name__.lower()}): no step above it {done} "
                     f"{step.node}, part {step.part}"

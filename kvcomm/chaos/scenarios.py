@@ -29,6 +29,7 @@ from kvcomm.chaos.scenario import (
     Scale,
     Scenario,
     Slow,
+    Stop,
 )
 from kvcomm.chaos.shapes import draw_shape
 from kvcomm.errors import ConfigError
@@ -264,19 +265,35 @@ def _slow_link(hold_s: float, seed: int) -> Scenario:
 
 
 def _rolling_restart(hold_s: float, seed: int) -> Scenario:
-    steps: list[AnyStep] = []
-    for turn, node in enumerate(NODES):
-        at_s = WARM_S + turn * hold_s
-        steps += [Kill(at_s=at_s, node=node), Restart(at_s=at_s + 0.5, node=node)]
     return Scenario(
         "rolling-restart",
+        "One node after the other is stopped as an operator does, and started again, under load: no eventual "
+        "call fails, and there is no gap of a second in strong records.",
+        _in_turn(Stop, hold_s),
+        [*UNTOUCHED, *_most(eventual_failed=0, strong_gap_s=1.0)],
+        faults=[20],
+        settle_s=max(5.0, hold_s),
+    )
+
+
+def _rolling_kill(hold_s: float, seed: int) -> Scenario:
+    return Scenario(
+        "rolling-kill",
         "One node after the other is killed and started again under load: no gap of a second in strong "
         "records.",
-        steps,
+        _in_turn(Kill, hold_s),
         [*UNTOUCHED, *_most(strong_gap_s=1.0)],
         faults=[20],
         settle_s=max(5.0, hold_s),
     )
+
+
+def _in_turn(hurt: type[Kill | Stop], hold_s: float) -> list[AnyStep]:
+    steps: list[AnyStep] = []
+    for turn, node in enumerate(NODES):
+        at_s = WARM_S + turn * hold_s
+        steps += [hurt(at_s=at_s, node=node), Restart(at_s=at_s + 0.5, node=node)]
+    return steps
 
 
 def _pause_shard(hold_s: float, seed: int) -> Scenario:
@@ -329,6 +346,22 @@ def _ray_head(hold_s: float, seed: int) -> Scenario:
         [],
         faults=[24],
         skipped="no Ray launcher in this version; counted as skipped",
+    )
+
+
+def _control_service(hold_s: float, seed: int) -> Scenario:
+    hosts = NODES[:3]
+    return Scenario(
+        "control-service",
+        "All controllers are killed: reads and writes go on by the map that stands. When they are back one "
+        "of them leads within 10 s, and every node is with them again.",
+        [
+            *(Kill(at_s=WARM_S, node=node, part="controller") for node in hosts),
+            *(Restart(at_s=WARM_S + hold_s, node=node, part="controller") for node in hosts),
+        ],
+        [*UNTOUCHED, *_most(epochs=1, failed_share=0.01, leader_back_s=hold_s + 10.0)],
+        faults=[24],
+        settle_s=10.0,
     )
 
 
@@ -463,10 +496,12 @@ SCENARIOS: Final[dict[str, Entry]] = {
     "loss": Entry(_loss, 8.0),
     "slow-link": Entry(_slow_link, 8.0),
     "rolling-restart": Entry(_rolling_restart, 5.0),
+    "rolling-kill": Entry(_rolling_kill, 5.0),
     "pause-shard": Entry(_pause_shard, 10.0),
     "short-pauses": Entry(_short_pauses, 15.0),
     "pause-leader": Entry(_pause_leader, 12.0),
     "ray-head": Entry(_ray_head, 0.0),
+    "control-service": Entry(_control_service, 10.0),
     "lose-controllers": Entry(_lose_controllers, 10.0),
     "move": Entry(_move, 2.0),
     "move-kills": Entry(lambda hold_s, seed: move_kills(back_s=hold_s), 0.5),

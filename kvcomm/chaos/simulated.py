@@ -38,6 +38,7 @@ from kvcomm.chaos.scenario import (
     Scale,
     Scenario,
     Slow,
+    Stop,
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
@@ -68,6 +69,8 @@ def run_in_simulator(scenario: Scenario, seed: int = 0) -> Report:
         return skipped(scenario, "simulator", seed, scenario.skipped)
     if any(isinstance(step, Slow) for step in scenario.steps):
         return skipped(scenario, "simulator", seed, "the simulator's network has no bandwidth")
+    if any(isinstance(step, Stop) for step in scenario.steps):
+        return skipped(scenario, "simulator", seed, "the simulator's processes end by crashing only")
     story = _Story(scenario, seed)
     try:
         observed = story.tell()
@@ -296,7 +299,7 @@ class _Story:
                              [f"down {node} {step.part}"])  # fmt: skip
             case Scale() | Move() | Drain():
                 self._order(step, node)
-            case Slow():
+            case Slow() | Stop():
                 raise AssertionError("skipped before")
 
     def _hurt(self, step: Pause | Kill, node: str, what: str) -> None:

@@ -124,6 +124,24 @@ def test_a_node_that_never_comes_up_is_killed_and_started_again() -> None:
     assert StartNode(PLAN[1]) in supervisor.handle(Tick(), START_TIMEOUT_S + 1.0)
 
 
+def test_a_slow_starter_gets_more_time_after_each_try() -> None:
+    supervisor = Supervisor(PLAN[:1])
+    supervisor.handle(Tick(), 0.0)
+    supervisor.handle(ClusterServes(), 0.0)
+    began, waits = 0.0, []
+    for _ in range(6):
+        due = supervisor.deadline()
+        assert due is not None
+        waits.append(due - began)
+        assert supervisor.handle(Tick(), due) == [KillNode(PLAN[0].node)]
+        supervisor.handle(NodeExited(PLAN[0].node, -9), due)
+        again = supervisor.deadline()
+        assert again is not None
+        assert supervisor.handle(Tick(), again) == [StartNode(PLAN[0])]
+        began = again
+    assert waits == pytest.approx([START_TIMEOUT_S * times for times in (1, 2, 4, 8, 8, 8)])
+
+
 def test_duplicate_names_are_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
         Supervisor([PLAN[0], PLAN[0]])

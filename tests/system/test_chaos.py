@@ -20,9 +20,10 @@ from kvcomm.chaos.live.namespaces import Namespaces, missing
 from kvcomm.chaos.live.orders import States, Stored
 from kvcomm.chaos.live.story import tell
 from kvcomm.chaos.report import Report
-from kvcomm.chaos.scenario import SAFETY, Load, Scenario
+from kvcomm.chaos.scenario import SAFETY, Load, Restart, Scenario, Stop
 from kvcomm.chaos.scenarios import scenario_named
 from kvcomm.chaos.shapes import Cut, ShapeName, cuts_of
+from kvcomm.chaos.simulated import run_in_simulator
 from kvcomm.cli.app import app
 from kvcomm.errors import Unavailable
 from tests.system.conftest import eventually
@@ -193,8 +194,24 @@ def test_a_random_split() -> None:
     kept_safe(tell(scenario, usable("namespaces"), seed=5))
 
 
+def test_a_node_that_is_stopped_fails_no_eventual_call() -> None:
+    scenario = Scenario(
+        "stopped",
+        "no eventual call fails",
+        [Stop(at_s=2.0, node="n3"), Restart(at_s=2.5, node="n3")],
+        nodes=3,
+        controllers=1,
+        load=Load(eventual=4, strong=1, blocks=0, pace_s=0.01),
+    )
+    report = tell(scenario, "loopback", seed=6)
+    kept_safe(report)
+    assert report.measured["eventual_failed"] == 0, report.text()
+    assert report.calls["eventual good"] > 100
+
+
 def test_what_a_backend_cannot_do_is_skipped_and_says_so() -> None:
     assert "loss" in tell(scenario_named("loss"), "loopback", seed=1).why
+    assert "crashing only" in run_in_simulator(scenario_named("rolling-restart"), seed=1).why
     assert "no Ray launcher" in tell(scenario_named("ray-head"), "loopback", seed=1).why
 
 

@@ -164,6 +164,10 @@ class Cluster:
         for process in self._chosen(node, part):
             process.kill()
 
+    def stop(self, node: str, part: Part) -> None:
+        for process in self._chosen(node, part):
+            process.stop()
+
     def restart(self, node: str, part: Part) -> None:
         for role in self._roles(node, part):
             process = self._processes[node, role]

@@ -57,6 +57,18 @@ class Process:
         self.signal(signal.SIGKILL)
         self._process.wait(END_WITHIN_S)
 
+    def stop(self) -> None:
+        """SIGTERM, and wait for its end.
+
+        Raises:
+            Unavailable: it does not end.
+        """
+        self.signal(signal.SIGTERM)
+        try:
+            self._process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{self.name} does not end when it is told to: {self.last_words()}") from None
+
     def end(self) -> None:
         """Let it end by itself, as far as it does in time.  Idempotent."""
         self.ask_to_end()

@@ -34,7 +34,7 @@ class RunningCluster(Cluster):
     def __init__(self, scenario: Scenario, name: str, directory: Path, seed: int) -> None:
         self._name = name
         self._hurt: dict[str, NodeRecord] = {}
-        """Processes that were paused or killed, as they were."""
+        """Processes that were paused, killed or stopped, as they were."""
         super().__init__(scenario, "loopback", directory, seed)
 
     def _open(self, kind: str) -> None:
@@ -66,6 +66,9 @@ class RunningCluster(Cluster):
 
     def kill(self, node: str, part: Part) -> None:
         self.signal(node, part, signal.SIGKILL)
+
+    def stop(self, node: str, part: Part) -> None:
+        self.signal(node, part, signal.SIGTERM)
 
     def restart(self, node: str, part: Part) -> None:
         """Whoever runs the cluster does that; it is waited for."""

@@ -43,6 +43,7 @@ from kvcomm.chaos.scenario import (
     Scale,
     Scenario,
     Slow,
+    Stop,
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
@@ -214,6 +215,10 @@ class _Story:
                 what = f"kill {node} {step.part}{self._await_step(step.when)}"
                 kill = lambda: cluster.kill(node, step.part)  # noqa: E731
                 self._change("fault", what, kill, {f"down {node} {step.part}": frozenset[Direction]()})
+            case Stop():
+                stop = lambda: cluster.stop(node, step.part)  # noqa: E731
+                broken = {f"down {node} {step.part}": frozenset()}
+                self._change("fault", f"stop {node} {step.part}", stop, broken)
             case Restart():
                 again = lambda: self._restart(node, step.part)  # noqa: E731
                 self._change("heal", f"restart {node} {step.part}", again, {}, [f"down {node} {step.part}"])
@@ -321,7 +326,7 @@ class _Story:
         if isinstance(step, Resume | Restart):
             return self._leader_then[step.part]
         leader = self._leader()
-        if isinstance(step, Pause | Kill):
+        if isinstance(step, Pause | Kill | Stop):
             self._leader_then[step.part] = leader
         return leader
 
@@ -507,7 +512,7 @@ def _last_heal(scenario: Scenario) -> int | None:
             case Cut() | Loss() | Slow():
                 broken.add("network")
                 last = None
-            case Pause() | Kill():
+            case Pause() | Kill() | Stop():
                 broken.add(f"{step.node} {step.part}")
                 last = None
             case Heal():

@@ -82,7 +82,7 @@ def test_a_file_of_a_user() -> None:
         ({"steps": [{"do": "resume", "at_s": 1, "node": "n1"}]}, "no step above it paused n1, part all"),
         (
             {"steps": [{"do": "pause", "at_s": 1, "node": "n1"}, {"do": "restart", "at_s": 2, "node": "n1"}]},
-            "no step above it killed n1",
+            "no step above it killed or stopped n1",
         ),
         ({"promises": [{"measure": "equal_s", "at_most": float("nan")}]}, "is not a number"),
     ],
