@@ -4,7 +4,8 @@ Theory of operation.  The plan is at first the configuration's, later the leader
 (``HeartbeatAnswer.plan``).  Each node of it is in one state::
 
     absent --StartNode--> starting --NodeUp--> up --NodeExited--> waiting --(back-off over)--> starting ...
-                             '------NodeExited / start timeout-------^
+                             |------NodeExited----------------------^
+                             '--(start timeout)--> overdue: KillNode, until NodeExited
 
     in the plan no more: any of these --StopNode--> stopping --NodeExited--> forgotten
                                                        '--(grace over)--> KillNode
@@ -97,7 +98,7 @@ class GiveUp(Effect):
 @dataclass(slots=True)
 class _Node:
     plan: NodePlan
-    state: Literal["absent", "starting", "up", "waiting", "stopping"] = "absent"
+    state: Literal["absent", "starting", "overdue", "up", "waiting", "stopping"] = "absent"
     since: float = 0.0
     patience: int = 1
     """How many times the usual time its start may take."""
@@ -187,7 +188,7 @@ class Supervisor:
     @property
     def running(self) -> list[str]:
         """Nodes that there is a process of, as far as is known."""
-        return [name for name, node in self._nodes.items() if node.state in ("starting", "up", "stopping")]
+        return [name for name, node in self._nodes.items() if node.state not in ("absent", "waiting")]
 
     def _follow(self, plan: Sequence[NodePlan], now: float = 0.0) -> list[Effect]:
         """What is planned anew starts when it is due; what left the plan ends."""
@@ -222,7 +223,7 @@ class Supervisor:
                 self._nodes[each.node] = _Node(each)
             return
         if node.state == "up" and now - node.since >= HEALTHY_AFTER_S:
-            node.backoff_s, node.early_ends = BACKOFF_FIRST_S, 0
+            node.backoff_s, node.early_ends, node.patience = BACKOFF_FIRST_S, 0, 1
         else:
             node.early_ends += 1
         node.state, node.since = "waiting", now
@@ -238,10 +239,12 @@ class Supervisor:
                     node.backoff_s = min(node.backoff_s * 2, BACKOFF_MAX_S)
                 node.state, node.since = "starting", now
                 effects.append(StartNode(node.plan))
-            elif node.state in ("starting", "stopping") and is_due:
-                if node.state == "starting":
-                    node.patience = min(2 * node.patience, START_TIMEOUTS_MAX)
-                node.since = now  # ask again if even the kill gets lost
+            elif node.state == "starting" and is_due:
+                node.patience = min(2 * node.patience, START_TIMEOUTS_MAX)
+                node.state, node.since = "overdue", now
+                effects.append(KillNode(node.plan.node))
+            elif node.state in ("overdue", "stopping") and is_due:
+                node.since = now  # even a kill may get lost
                 effects.append(KillNode(node.plan.node))
         return effects
 
@@ -252,6 +255,6 @@ def _deadline_of(node: _Node) -> float | None:
             return node.since + START_TIMEOUT_S * node.patience
         case "waiting":
             return node.since + node.backoff_s
-        case "stopping":
+        case "overdue" | "stopping":
             return node.since + STOP_GRACE_S
     return None

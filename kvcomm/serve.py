@@ -348,14 +348,14 @@ class _Accepted:
             if left is not None:
                 left()
             return
-        if came_at := self._unanswered.pop(number):
-            self._server.client_seconds.observe(self._server.clock() - came_at)
         try:
             frame = encode_frame(number, message, payload, self._stamp())
         except TooLarge as error:
             if left is not None:
                 left()
             left, frame = None, encode_frame(number, Failure(error.code, error.message), (), self._stamp())
+        if came_at := self._unanswered.pop(number):  # not before it is sure that there is an answer
+            self._server.client_seconds.observe(self._server.clock() - came_at)
         self._outbox.put(frame, None if left is None else lambda _: left())
         self._part()
         if not self._corked:

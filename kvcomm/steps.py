@@ -56,8 +56,9 @@ class Call:
 class Answer:
     """A finished request.
 
-    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, or sent and
-    idempotent), or ``outcome_unknown`` (sent, not idempotent, and no reply).
+    ``message`` is the reply, or a ``Failure``: what the peer said, or ``unavailable`` (not sent, sent and
+    idempotent, or left undone by a peer that said goodbye), or ``outcome_unknown`` (sent, not idempotent, and
+    no reply).
     """
 
     message: Message

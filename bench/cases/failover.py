@@ -81,8 +81,8 @@ def run(scale: Scale) -> Report:
     _minority(report, repeats)
     report.notes.append(
         f"{CLIENTS} clients, a record each, three shards and a pool; each shard in turn, and the controller "
-        f"where it hangs (it is the parent of all: when it ends, the cluster is told to end). "
-        f"{repeats} times each{'' if scale is FULL else ', one process only'}."
+        f"where it hangs (it is the parent of all: when it ends, the cluster is told to end), "
+        f"{repeats} times each; at the small scale one shard, once."
     )
     return report
 

@@ -353,13 +353,14 @@ def _control_service(hold_s: float, seed: int) -> Scenario:
     hosts = NODES[:3]
     return Scenario(
         "control-service",
-        "All controllers are killed: reads and writes go on by the map that stands. When they are back one "
-        "of them leads within 10 s, and every node is with them again.",
+        "All controllers are killed: reads and writes go on by the map that stands. Within 10 s after they "
+        "are back one of them leads in a new term, and an order is carried out by all nodes.",
         [
             *(Kill(at_s=WARM_S, node=node, part="controller") for node in hosts),
             *(Restart(at_s=WARM_S + hold_s, node=node, part="controller") for node in hosts),
+            Move(at_s=WARM_S + hold_s + 10.0, first_share=0.2, last_share=0.4, node="n2"),
         ],
-        [*UNTOUCHED, *_most(epochs=1, failed_share=0.01, leader_back_s=hold_s + 10.0)],
+        [*UNTOUCHED, *CARRIED_OUT, *_most(failed_share=0.01), *_least(leader_changes=1)],
         faults=[24],
         settle_s=10.0,
     )

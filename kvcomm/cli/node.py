@@ -23,6 +23,7 @@ from kvcomm.heart import Face, Heart, Vitals
 from kvcomm.instance import Instance, NodeRecord, process_start_time
 from kvcomm.metrics import Metrics
 from kvcomm.rpc import droptable
+from kvcomm.serve import LEAVE_S
 from kvcomm.settings import load_config
 from kvcomm.wire.address import Address
 from kvcomm.wire.messages import (
@@ -213,7 +214,7 @@ class NodeProcess:
         if self._exporter is not None:
             self._exporter.close()
         if self._control is not None:
-            await self._control.close()
+            await self._control.close(LEAVE_S)
         backend, self._backend = self._backend, None
         if backend is not None:
             await backend.close()

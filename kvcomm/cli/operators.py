@@ -107,10 +107,10 @@ class Operators:
             KVCommError: as it says.
         """
         for name in self._tried():
-            answer, spoken = self._ask(name, message)
+            answer, _ = self._ask(name, message)
             if not isinstance(answer, Failure):
                 return answer
-            if spoken:
+            if answer.code != Unavailable.code:  # else it is gone, or about to be
                 raise failure_to_error(answer.code, answer.text, answer.detail)
         raise Unavailable(self._nobody())
 

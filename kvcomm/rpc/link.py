@@ -91,6 +91,9 @@ class Link:
                     sent_bytes = self._socket.sendmsg(pieces, (), _SEND_NOW)
             except BlockingIOError:
                 return
+            except OSError:
+                self._hear_last_words()
+                raise
             outbox.taken(sent_bytes)
             if not outbox:
                 self.session.pump(self._clock())
@@ -120,6 +123,11 @@ class Link:
         self.session.received(received_bytes, self._clock())
         if self.session.outbox:
             self.send()
+
+    def _hear_last_words(self) -> None:
+        """The peer has closed; what it said before, a goodbye perhaps, may lie unread."""
+        while self._readable.poll(0):
+            self._receive(_NOW)
 
     def _finish_connecting(self) -> None:
         connecting_result(self._socket)

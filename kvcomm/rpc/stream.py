@@ -120,7 +120,7 @@ class FrameStream:
         except BlockingIOError:
             self._wait_writable()
         except OSError as error:
-            self._end(error)
+            self._loop.call_soon(self._sending_failed, error)
         else:
             self._all_sent()
 
@@ -156,6 +156,13 @@ class FrameStream:
             self._end(error)  # a bug of whoever takes the frames in; the loop's exception handler reports it
             raise
         self._watch_payload()
+
+    def _sending_failed(self, error: OSError) -> None:
+        """The peer has closed; what it said before, a goodbye perhaps, may lie unread.  Not while frames are
+        being taken in, which may be what the failed sending came from."""
+        if self._reading:
+            self._on_readable()
+        self._end(error)
 
     def _end(self, error: Exception) -> None:
         if not self._closed:

@@ -142,6 +142,27 @@ def test_a_slow_starter_gets_more_time_after_each_try() -> None:
     assert waits == pytest.approx([START_TIMEOUT_S * times for times in (1, 2, 4, 8, 8, 8)])
 
 
+def test_a_kill_that_got_lost_is_repeated_soon_and_costs_no_patience() -> None:
+    supervisor, now = Supervisor(PLAN[:1]), START_TIMEOUT_S
+    supervisor.handle(Tick(), 0.0)
+    for _ in range(3):
+        assert supervisor.deadline() == now
+        assert supervisor.handle(Tick(), now) == [KillNode(PLAN[0].node)]
+        supervisor.handle(NodeUp(PLAN[0].node), now)  # too late: it is being killed
+        now += STOP_GRACE_S
+    supervisor.handle(NodeExited(PLAN[0].node, -9), now)
+    again = supervisor.deadline()
+    assert again is not None
+    supervisor.handle(Tick(), again)
+    assert supervisor.deadline() == again + 2 * START_TIMEOUT_S
+    supervisor.handle(NodeUp(PLAN[0].node), again + 1.0)
+    supervisor.handle(NodeExited(PLAN[0].node, 1), again + 1.0 + HEALTHY_AFTER_S)
+    again = supervisor.deadline()
+    assert again is not None
+    supervisor.handle(Tick(), again)
+    assert supervisor.deadline() == again + START_TIMEOUT_S, "it has been well since"
+
+
 def test_duplicate_names_are_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
         Supervisor([PLAN[0], PLAN[0]])

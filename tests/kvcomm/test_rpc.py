@@ -405,6 +405,33 @@ def test_what_a_stopping_server_has_not_answered_was_not_done(peers: Peers) -> N
     assert (answer.message.code, "stopping" in answer.message.text) == ("unavailable", True)
 
 
+def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard(peers: Peers) -> None:
+    gone = threading.Event()
+
+    def script(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+        dialogue.socket.close()
+        gone.set()
+
+    def steps(address: str) -> Steps[Answer]:
+        [first] = yield Submit([Ask(address, PUT)])
+        assert gone.wait(PATIENCE_S)
+        for _ in range(3):  # the first is answered by a reset, and what follows cannot be sent any more
+            yield Submit([Ask(address, RingGet())])
+            time.sleep(0.02)
+        answer: Answer = yield Wait(first)
+        return answer
+
+    with scripted(script) as address:
+        run_blocking(ask(Ask(address, RingGet())), peers, soon())
+        answer = run_blocking(steps(address), peers, soon())
+    assert isinstance(answer.message, Failure)
+    assert answer.message.code == "unavailable"
+
+
 def test_it_may_be_asked_of_its_successor_at_once(peers: Peers) -> None:
     def first(dialogue: Dialogue) -> None:
         dialogue.greet()

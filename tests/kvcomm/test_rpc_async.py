@@ -316,6 +316,31 @@ def test_what_a_stopping_server_has_not_answered_was_not_done() -> None:
         run(main(address))
 
 
+def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard() -> None:
+    gone = threading.Event()
+
+    def script(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+        dialogue.socket.close()
+        gone.set()
+
+    async def main(address: str) -> None:
+        async with peers_of() as peers:
+            await peers.welcome(address, soon())
+            [first] = peers.start([Ask(address, PUT)], soon())
+            assert gone.wait(PATIENCE_S)  # and the loop stands still meanwhile
+            for _ in range(3):  # the first is answered by a reset, and what follows cannot be sent any more
+                peers.start([Ask(address, RingGet())], soon())
+                time.sleep(0.02)
+            assert code(await first.answer()) == "unavailable"
+
+    with scripted(script) as address:
+        run(main(address))
+
+
 @pytest.mark.parametrize("message", [RingGet(), PUT])
 def test_a_connection_that_dies_under_a_request_is_replaced_if_harmless(message: Message) -> None:
     def first(dialogue: Dialogue) -> None:

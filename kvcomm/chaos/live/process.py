@@ -58,12 +58,13 @@ class Process:
         self._process.wait(END_WITHIN_S)
 
     def stop(self) -> None:
-        """SIGTERM, and wait for its end.
+        """SIGTERM, and wait for its end; one that is paused goes on for that.
 
         Raises:
             Unavailable: it does not end.
         """
         self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
         try:
             self._process.wait(END_WITHIN_S)
         except subprocess.TimeoutExpired:

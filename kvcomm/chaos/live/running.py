@@ -1,6 +1,6 @@
 """``RunningCluster``: a story on a cluster that somebody runs on this host, with all that this can cost them.
 
-Its nodes are cut off by their drop tables (``network.drop_table: true``), paused and killed by signals;
+Its nodes are cut off by their drop tables (``network.drop_table: true``), paused, stopped and killed by signals;
 whoever keeps them running (``kvcomm up``) starts them again.  The first shard and the first controller are
 host ``n1``, and so on.  Clients use a tenant of their own.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvcomm.chaos.live.cluster import STARTED_WITHIN_S, Cluster, over_tcp
 from kvcomm.chaos.live.loopback import Loopback
+from kvcomm.chaos.live.process import END_WITHIN_S
 from kvcomm.chaos.scenario import Part, Scenario
 from kvcomm.errors import KVCommError, Refused, Unavailable
 from kvcomm.instance import Instance, NodeRecord, process_start_time
@@ -69,6 +70,10 @@ class RunningCluster(Cluster):
 
     def stop(self, node: str, part: Part) -> None:
         self.signal(node, part, signal.SIGTERM)
+        self.signal(node, part, signal.SIGCONT)
+        stopped = [self._hurt[self._names[node, role]] for role in self._roles(node, part)]
+        ended = lambda: all(process_start_time(each.pid) != each.pid_start_time for each in stopped)  # noqa: E731
+        self._wait(ended, time.monotonic() + END_WITHIN_S, f"{node} does not end when it is told to")
 
     def restart(self, node: str, part: Part) -> None:
         """Whoever runs the cluster does that; it is waited for."""

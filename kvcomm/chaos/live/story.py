@@ -341,14 +341,15 @@ class _Story:
         """Do something, and know since when what is broken."""
         if kind == "fault" and not self._episodes and not self._broken:
             self._cluster.everybody(Phase(DURING))
-        until = time.monotonic()
+        begin = time.monotonic()
         action()
         now = time.monotonic()
-        self._close_episode(until if kind == "heal" and "restart" not in what else now)
+        stopping = what.startswith("stop")  # it takes nothing more on from its begin
+        self._close_episode(begin if stopping or (kind == "heal" and "restart" not in what) else now)
         for each in mended:
             self._broken.pop(each, None)
         self._broken |= broken
-        self._since = now
+        self._since = begin if stopping else now
         self._marks.append(Mark(now, what, "fault" if kind == "fault" else "heal"))
 
     def _close_episode(self, now: float) -> None:

@@ -33,6 +33,7 @@ class Cluster:
     def __init__(self, leader: str = "controller-1") -> None:
         self.leader, self.now = leader, 0.0
         self.silent: set[str] = set()
+        self.stopping: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         self.taken: list[Message] = []
         self.at: dict[float, Callable[[], None]] = {}
@@ -44,6 +45,8 @@ class Cluster:
         self.asked.append((name, type(message).__name__))
         if name in self.silent:
             return SILENT, False
+        if name in self.stopping:
+            return Failure("unavailable", "this node is stopping"), True
         if isinstance(message, ClusterGet):
             operations = self.steps[:1] if name == self.leader else []
             if name == self.leader and len(self.steps) > 1:
@@ -86,6 +89,13 @@ def test_without_a_leader_any_view_is_better_than_none():
     cluster = Cluster(leader="")
     cluster.silent = {"controller-0"}
     assert cluster.operators().view().controller in ("controller-1", "controller-2")
+
+
+def test_who_is_stopping_is_passed_over():
+    cluster = Cluster()
+    cluster.stopping = {"controller-0"}
+    answer = cluster.operators().ask(ClusterGet())
+    assert isinstance(answer, ClusterView) and answer.controller == "controller-1"
 
 
 def test_an_order_follows_the_leader():
