@@ -66,8 +66,8 @@ class Welcome(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The server stops, says so under number 0, and looks at nothing more: whatever it has not answered by now
-    it has not done."""
+    """The server stops, says so under number 0, and looks at nothing more: whatever it has not answered by
+    now it has not done."""
 
 
 class Ping(Message, frozen=True):

@@ -1,8 +1,8 @@
 """``RunningCluster``: a story on a cluster that somebody runs on this host, with all that this can cost them.
 
-Its nodes are cut off by their drop tables (``network.drop_table: true``), paused, stopped and killed by signals;
-whoever keeps them running (``kvcomm up``) starts them again.  The first shard and the first controller are
-host ``n1``, and so on.  Clients use a tenant of their own.
+Its nodes are cut off by their drop tables (``network.drop_table: true``), paused, stopped and killed by
+signals; whoever keeps them running (``kvcomm up``) starts them again.  The first shard and the first
+controller are host ``n1``, and so on.  Clients use a tenant of their own.
 """
 
 from __future__ import annotations
