@@ -91,6 +91,8 @@ class ControllerOptions:
     """An operation is taken back when a shard that is to get keys has been dead for so long."""
     move_rate_bytes_s: float = 64e6
     """That a shard takes while keys are moved to it."""
+    members: tuple[str, ...] = ()
+    """All controllers of the cluster: one that is not there is missed."""
     policy: str = ""
     """That moves keys by itself (``controller.policies.table``); "" = none."""
 
@@ -302,9 +304,10 @@ class Controller:
 
     def _wanted(self) -> set[str]:
         """Nodes that should be there, as far as this controller knows."""
+        members = self._options.members
         journal = self._lead.noted_journal if self._lead is not None else None
         planned = {node.node for node in journal.nodes} if journal is not None else set()
-        return planned | set(nodes_of(self.ring) if self.ring is not None else ())
+        return planned | {*members} | set(nodes_of(self.ring) if self.ring is not None else ())
 
     def _forget(self, now: float) -> None:
         liveness = self._roster.liveness
@@ -318,7 +321,8 @@ class Controller:
         beat = roster.beat(name)
         in_ring = self.ring is not None and name in nodes_of(self.ring)
         if beat is None:
-            return NodeView(name, "", "", "unknown", -1.0, 0, 0, liveness.silent_to(name, now), in_ring)
+            role = "controller" if name in self._options.members else ""
+            return NodeView(name, role, "", "unknown", -1.0, 0, 0, liveness.silent_to(name, now), in_ring)
         return NodeView(
             node=name,
             role=beat.role,

@@ -295,6 +295,7 @@ def _machine(process: NodeProcess) -> Controller:
         lease_s=max(cluster.lease_s, 3 * cluster.heartbeat_s),
         replace_after_s=cluster.replace_after_s,
         move_rate_bytes_s=cluster.move_rate_bytes,
+        members=tuple(process.controllers.names),
         policy="" if cluster.balance == "none" else cluster.balance,
     )
     return Controller(process.node, rules, initial, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ from kvcomm.cli.sizes import size_text
 
 if TYPE_CHECKING:
     from kvcomm.instance import Instance, Survey
-    from kvcomm.wire.messages import ClusterView
+    from kvcomm.wire.messages import ClusterView, NodeView
 
 
 def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None:
-    """Show every node of the clusters on this host (or of one).  Exit code 1 if one is missing or silent,
-    or the controllers find a cluster not whole."""
+    """Show every node of the clusters on this host (or of one).  Exit code 1 if one is missing or silent, if
+    no controller answers or they find a cluster not whole, and if nothing runs at all."""
     from kvcomm.connect import INSTANCE_VARIABLE
     from kvcomm.instance import Instance
 
@@ -36,8 +36,13 @@ def status(instance: InstanceOption = None, as_json: JsonOption = False) -> None
         _show(rows)
     else:
         sys.stdout.write("no cluster runs on this host; start one with: kvcomm up\n")
-    whole = all(row["cluster"]["mode"] == "whole" for row in rows if "cluster" in row)
-    raise typer.Exit(int(not whole or any(row["error"] for row in rows)))
+    raise typer.Exit(int(not _well(rows)))
+
+
+def _well(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether there are clusters, and each is whole by its controllers' word and without a missing node."""
+    whole = {row["instance"] for row in rows if "cluster" in row and row["cluster"]["mode"] == "whole"}
+    return bool(rows) and whole == {row["instance"] for row in rows} and not any(row["error"] for row in rows)
 
 
 def _rows(instance: Instance) -> list[dict[str, Any]]:
@@ -71,7 +76,11 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
     from kvcomm.cli.cluster import document, lines
 
     view = _view(instance, survey)
-    rows += [*_missing(instance.name, survey), *_unregistered(instance.name, view)]
+    rows += [
+        *_missing(instance.name, survey),
+        *_unregistered(instance.name, view),
+        *_other_controllers(instance.name, survey, view, lambda control: _answers(control, token)),
+    ]
     if view is None and rows:
         rows[0]["cluster_lines"] = ["no controller answers: reads and writes go on, changes wait"]
     for row in rows:
@@ -98,21 +107,55 @@ def _unregistered(instance: str, view: ClusterView | None) -> Iterator[dict[str,
     """Launchers: they serve nothing, so only the controllers know of them."""
     for node in view.nodes if view is not None else ():
         if node.role == "launcher":
-            yield {
-                "instance": instance,
-                "node": node.node,
-                "role": node.role,
-                "pid": None,
-                "addresses": [],
-                "metrics": "",
-                "transports": [],
-                "refused_transports": {},
-                "error": "" if node.state == "alive" else "not heard",
-                "epoch": node.epoch,
-                "uptime_s": None,
-                "usage": None,
-                "disk": None,
-            }
+            yield _known(instance, node, "" if node.state == "alive" else "not heard")
+
+
+def _other_controllers(
+    instance: str, survey: Survey, view: ClusterView | None, answers: Callable[[str], bool]
+) -> Iterator[dict[str, Any]]:
+    """Controllers that are on another host, or have ended: their peers notice that later.
+
+    Args:
+        answers: whether somebody does at this address of the control wire.
+    """
+    there = {record.node for record in survey.nodes}
+    for node in view.nodes if view is not None else ():
+        if node.role == "controller" and node.node not in there:
+            lives = node.state == "alive" and answers(node.control)
+            yield _known(instance, node, "" if lives else "not running")
+
+
+def _answers(control: str, token: str) -> bool:
+    from kvcomm.control import ControlClient
+    from kvcomm.errors import KVCommError
+
+    if not control:
+        return False
+    try:
+        with ControlClient(control, token) as client:
+            client.status(timeout_s=1.0)
+    except KVCommError:
+        return False
+    return True
+
+
+def _known(instance: str, node: NodeView, error: str) -> dict[str, Any]:
+    """A row of what the controllers tell alone."""
+    return {
+        "instance": instance,
+        "node": node.node,
+        "role": node.role,
+        "pid": None,
+        "addresses": [],
+        "metrics": "",
+        "transports": [],
+        "refused_transports": {},
+        "error": error,
+        "epoch": node.epoch,
+        "uptime_s": None,
+        "usage": None,
+        "disk": None,
+    }
 
 
 def _missing(instance: str, survey: Survey) -> Iterator[dict[str, Any]]:

@@ -253,6 +253,14 @@ def test_a_view_tells_who_is_missing() -> None:
     assert {node.node: node.state for node in view.nodes}["shard-2"] == "suspect"
 
 
+def test_a_view_misses_controllers_that_were_never_heard() -> None:
+    world = started(options=ControllerOptions(members=("controller-1",)))
+    view = world.ask("controller-0", ClusterGet())
+    assert isinstance(view, ClusterView) and view.mode == "partitioned"
+    [missed] = [node for node in view.nodes if node.node == "controller-1"]
+    assert (missed.role, missed.state) == ("controller", "unknown")
+
+
 def test_a_controller_that_stood_still_judges_nobody() -> None:
     world = started()
     world.now += 30

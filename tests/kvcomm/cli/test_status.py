@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcomm.cli.status import _cells, _lines, _missing, _unregistered
+import pytest
+
+from kvcomm.cli.status import _cells, _lines, _missing, _other_controllers, _unregistered, _well
 from kvcomm.instance import NodeRecord, Survey
 from kvcomm.wire.messages import ClusterView, NodeView, RingMap, RingNode
 
@@ -45,6 +47,44 @@ def test_a_launcher_is_known_to_the_controllers_only() -> None:
     assert (alive["node"], _cells(alive)) == ("launcher-0", ["3", "-"])
     assert (dead["node"], _cells(dead)) == ("launcher-1", ["-", "down"])
     assert list(_unregistered("small", None)) == []
+
+
+def test_a_controller_that_has_ended_is_missed_before_its_peers_notice() -> None:
+    nodes = [
+        NodeView("controller-0", "controller", "r", "alive", 0.1, 3, 1, [], control="h:1"),
+        NodeView("controller-1", "controller", "r", "alive", 0.1, 3, 1, [], control="h:2"),
+        NodeView("controller-2", "controller", "r", "alive", 0.1, 3, 1, [], control="elsewhere:3"),
+        NodeView("controller-3", "controller", "", "unknown", -1.0, 0, 0, []),
+    ]
+    here = NodeRecord(
+        node="controller-0", role="controller", pid=1, pid_start_time=1, control="h:1", metrics="",
+        addresses=[],
+        incarnation=1, region="",
+    )  # fmt: skip
+    view = ClusterView("controller-0", "controller-0", 1, "whole", None, nodes, [])
+    survey = Survey([here], None, [])
+    told = {
+        each["node"]: each["error"]
+        for each in _other_controllers("small", survey, view, lambda control: control == "elsewhere:3")
+    }
+    assert told == {"controller-1": "not running", "controller-2": "", "controller-3": "not running"}
+    assert list(_other_controllers("small", survey, None, lambda control: True)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "well"),
+    [
+        ([], False),
+        ([row(instance="a", cluster={"mode": "whole"}), row(instance="a")], True),
+        ([row(instance="a", cluster={"mode": "leaderless"})], False),
+        ([row(instance="a")], False),
+        ([row(instance="a", cluster={"mode": "whole"}), row(instance="a", error="not running")], False),
+        ([row(instance="a", cluster={"mode": "whole"}), row(instance="b")], False),
+    ],
+    ids=["nothing", "whole", "no leader", "no controller", "a node is missing", "the second is not whole"],
+)
+def test_all_is_well_only_if_somebody_says_so(rows: list[dict[str, Any]], well: bool) -> None:
+    assert _well(rows) is well
 
 
 def test_a_shard_has_nothing_to_say() -> None:
