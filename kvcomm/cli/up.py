@@ -17,6 +17,7 @@ from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
     from controller.launcher import LocalLauncher
+    from controller.supervisor import Supervisor
     from kvcomm.config import ClusterConfig, Config
     from kvcomm.instance import Instance
     from kvcomm.machine import Event
@@ -194,14 +195,26 @@ def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
     sys.stdout.flush()
 
 
-def _say_exit(event: Event, launcher: LocalLauncher) -> None:
-    """What went wrong belongs on the operator's screen, not only in a file."""
+def _say_exit(event: Event, launcher: LocalLauncher, supervisor: Supervisor) -> None:
+    """What went wrong belongs on the operator's screen, not only in a file; an ordered end is no failure."""
     from controller.supervisor import NodeExited
 
     if not isinstance(event, NodeExited):
         return
-    why = event.reason or launcher.last_words(event.node) or "it printed nothing"
+    fate = supervisor.fate(event.node)
+    why = event.reason or launcher.last_words(event.node)
     how = f"by {signal.Signals(-event.code).name}" if event.code < 0 else f"with code {event.code}"
-    sys.stderr.write(f"kvcomm: {event.node} ended {how}: {why}\n")
-    sys.stderr.write(f"kvcomm: all that it said is in {launcher.log_path(event.node)}\n")
+    again = "it is started again" if fate == "starts again" else ""
+    if fate == "stopped" and event.code in (0, -signal.SIGTERM):
+        said = [f"{event.node} has stopped"]
+    elif again and event.code == 0 and not why:
+        said = [f"{event.node} ended {how}; {again}"]
+    else:
+        log = f"all that it said is in {launcher.log_path(event.node)}"
+        told = "was told to stop and " if fate == "stopped" else ""
+        said = [
+            f"{event.node} {told}ended {how}: {why or 'it printed nothing'}",
+            f"{again}; {log}" if again else log,
+        ]
+    sys.stderr.write("".join(f"kvcomm: {line}\n" for line in said))
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What ``kvcomm up`` refuses before it starts anything."""
+"""What ``kvcomm up`` refuses before it starts anything, and what it says of those that end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from controller.supervisor import NodeExited
 from kvcomm.cli.up import (
     STORAGE_FILE,
+    _say_exit,
     _say_ready,
     check_placement,
     check_storage,
@@ -123,3 +125,41 @@ def test_up_that_forgot_its_configuration_starts_nothing(
     with pytest.raises(ConfigError, match="storage"):
         up("plain", config)
     assert not list(tmp_path.glob("**/*.draft"))
+
+
+class Ended:
+    """A launcher and its supervisor after a node has ended."""
+
+    def __init__(self, fate: str, said: str = "") -> None:
+        self._fate, self._said = fate, said
+
+    def fate(self, node: str) -> str:
+        return self._fate
+
+    def last_words(self, node: str) -> str:
+        return self._said
+
+    def log_path(self, node: str) -> Path:
+        return Path(f"/logs/{node}.log")
+
+
+LOG = "all that it said is in /logs/shard-4.log"
+
+
+@pytest.mark.parametrize(
+    ("code", "fate", "words", "told"),
+    [
+        (0, "stopped", "", ["shard-4 has stopped"]),
+        (-15, "stopped", "", ["shard-4 has stopped"]),
+        (-9, "stopped", "", ["shard-4 was told to stop and ended by SIGKILL: it printed nothing", LOG]),
+        (0, "starts again", "", ["shard-4 ended with code 0; it is started again"]),
+        (1, "starts again", "no disk", ["shard-4 ended with code 1: no disk", f"it is started again; {LOG}"]),
+        (1, "given up", "no disk", ["shard-4 ended with code 1: no disk", LOG]),
+    ],
+)
+def test_an_end_that_was_ordered_does_not_read_like_a_failure(
+    code: int, fate: str, words: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: Any = Ended(fate, words)
+    _say_exit(NodeExited("shard-4", code), ended, ended)
+    assert capsys.readouterr().err.splitlines() == [f"kvcomm: {line}" for line in told]
