@@ -209,7 +209,8 @@ class Conductor:
             case ScaleOrder():
                 return orders.scale(message, ring, journal)
             case DrainOrder():
-                return orders.drain(message, ring, journal)
+                beat = self._roster.beat(message.node)
+                return orders.drain(message, ring, journal, "" if beat is None else beat.role)
             case MoveOrder():
                 return orders.move(message, ring, journal)
             case RebalanceOrder():

@@ -50,16 +50,17 @@ def scale(order: ScaleOrder, ring: RingMap, journal: Journal) -> Operation | Non
     return _leave(journal, ring, "scale", what, leaving)
 
 
-def drain(order: DrainOrder, ring: RingMap, journal: Journal) -> Operation:
-    """Raises ``Refused``."""
+def drain(order: DrainOrder, ring: RingMap, journal: Journal, role: str = "") -> Operation:
+    """``role``: as what the node was heard, if it was.  Raises ``Refused``."""
     plan = journal.node(order.node)
+    role = role if plan is None else plan.role
+    if role in ("controller", "launcher"):
+        raise Refused(f"{order.node!r} is a {role}, which keeps no data: only shards and pools are drained")
     if plan is None:
         raise Refused(f"{order.node!r} is no node of this cluster: `kvcomm status` names them")
     if plan.role == "pool":
         shards = _present(ring, journal)
         return _operation(journal, "drain", f"drain {plan.node}", shards, ring.ranges, leaves=[plan.node])
-    if plan.role != "shard":
-        raise Refused(f"{plan.node} is a {plan.role}: shards and pools can be drained")
     return _leave(journal, ring, "drain", f"drain {plan.node}", [plan.node])
 
 

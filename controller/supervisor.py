@@ -151,8 +151,8 @@ class Supervisor:
                 pass
             case _:
                 raise TypeError(f"supervisor does not know {type(event).__name__}")
-        hopeless = [node for node in self._nodes.values() if node.early_ends >= STARTS_MAX]
-        if hopeless and not self.served:
+        hopeless = [node for node in self._nodes.values() if self._is_hopeless(node)]
+        if hopeless:
             return [GiveUp(node.plan.node, node.exit_code or 0) for node in hopeless[:1]]
         return effects + self._due(now)
 
@@ -189,6 +189,16 @@ class Supervisor:
     def running(self) -> list[str]:
         """Nodes that there is a process of, as far as is known."""
         return [name for name, node in self._nodes.items() if node.state not in ("absent", "waiting")]
+
+    def fate(self, name: str) -> Literal["stopped", "starts again", "given up"]:
+        """What becomes of a node that has just ended; ``stopped``: it was told to end."""
+        node = self._nodes.get(name)
+        if node is None or node.state != "waiting":  # forgotten, or a new one of its name is on its way
+            return "stopped"
+        return "given up" if self._is_hopeless(node) else "starts again"
+
+    def _is_hopeless(self, node: _Node) -> bool:
+        return not self.served and node.early_ends >= STARTS_MAX
 
     def _follow(self, plan: Sequence[NodePlan], now: float = 0.0) -> list[Effect]:
         """What is planned anew starts when it is due; what left the plan ends."""

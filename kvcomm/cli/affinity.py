@@ -33,10 +33,10 @@ def affinity(
     instance: InstanceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Advise where agents should live, by whose blocks they read; nothing is moved.
+    r"""Advise where agents should live, by whose blocks they read; nothing is moved.
 
     What it promises is measured on traffic that the advice was not made from. Agents say their rack with
-    network.rack. It needs the optional extra kvcomm[affinity] where the controllers run.
+    network.rack. It needs the optional extra kvcomm\[affinity] where the controllers run.
     """
     from kvcomm.cli.operators import operators
     from kvcomm.errors import Refused

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal, InvalidOperation
 
 POINTS = 1 << 64
 """Of the circle: ``l3_shard.ring.point_of`` maps keys to them, evenly."""
 FORMS = "0xFIRST-0xLAST (64-bit points, both included) or FROM%-TO% of the circle, such as 25%-50%"
+_HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]+")
+"""With its ``0x``: ``25-50`` is a percentage whose sign was forgotten, not a stretch of 44 points."""
 
 
 def parse_range(text: str) -> tuple[int, int]:
@@ -44,7 +47,6 @@ def _point(text: str, whole: str) -> int:
 
 
 def _number(text: str, whole: str) -> int:
-    try:
-        return int(text.strip(), 16)
-    except ValueError as error:
-        raise ValueError(f"RANGE is {whole!r}, but should be {FORMS}") from error
+    if not _HEXADECIMAL.fullmatch(text.strip()):
+        raise ValueError(f"RANGE is {whole!r}, but should be {FORMS}")
+    return int(text, 16)

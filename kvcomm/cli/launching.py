@@ -22,6 +22,7 @@ from kvcomm.wire.messages import ClusterGet, ClusterView, Failure, Message, Node
 
 if TYPE_CHECKING:
     from controller.launcher import LocalLauncher
+    from controller.supervisor import Supervisor
     from kvcomm.config import Config
     from kvcomm.instance import Instance
     from kvcomm.machine import Event
@@ -47,7 +48,7 @@ class Launching:
     Args:
         command: that starts a node.
         on_ready: called once, when every node works by the leader's map.
-        on_event: sees every event of the supervisor.
+        on_event: sees every event once the supervisor has handled it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Launching:
         logs: Path,
         *,
         on_ready: Callable[[], None],
-        on_event: Callable[[Event, LocalLauncher], None],
+        on_event: Callable[[Event, LocalLauncher, Supervisor], None],
     ) -> None:
         from controller.launcher import LocalLauncher
         from controller.server import SupervisorServer
@@ -78,7 +79,7 @@ class Launching:
             serves=self._serves,
             on_ready=on_ready,
             on_change=self._changed,
-            on_event=lambda event: on_event(event, launcher),
+            on_event=lambda event: on_event(event, launcher, self._server.supervisor),
         )
         self._heart = Heart(
             Face(LAUNCHER, "launcher", rack_of(settings), incarnation),
@@ -205,7 +206,9 @@ def _number_in(path: Path) -> int | None:
 
 
 def _say_scaling(before: int, wanted: int, answer: OrderAnswer | None) -> None:
-    if answer is not None:
+    if answer is not None and not answer.operation:
+        _say(f"there are {wanted} shards already, as cluster.shards asks for")
+    elif answer is not None:
         moves = "; ".join(each.what for each in answer.moves) or "nothing is to be moved"
         _say(f"from {before} to {wanted} shards, as cluster.shards asks for: {moves}")
 

@@ -63,6 +63,13 @@ def rack_of(settings: Config) -> str:
     return settings.network.rack or RACK
 
 
+def storage_root(instance: Instance, settings: Config) -> Path:
+    """Where the shards and controllers of an instance keep what is to last, one directory a node: in
+    ``storage.directory``, else in the instance's own directory."""
+    root = settings.storage.directory
+    return Path(root) if root else instance.directory / "data"
+
+
 SPLIT_MODES = ("whole", "majority", "minority")
 """By the number that the metric shows."""
 
@@ -102,9 +109,8 @@ class NodeProcess:
 
     @property
     def storage_directory(self) -> Path:
-        """Of this node's records: below ``storage.directory``, else in the instance's own directory."""
-        root = self.settings.storage.directory
-        return (Path(root) if root else self.instance.directory / "data") / self.node
+        """Of this node's records."""
+        return storage_root(self.instance, self.settings) / self.node
 
     @property
     def disk_directory(self) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,8 @@ DeadlineOption = Annotated[
     float, typer.Option("--deadline", help="Look on for so many seconds; the move goes on after.", min=0.1)
 ]
 WAIT_S = 3600.0
+Policy = Literal["threshold", "greedy"]
+"""As ``controller.policies.table`` names them: a wrong name is a mistake in the command, told at once."""
 
 
 def scale(
@@ -83,7 +85,12 @@ def move(
 
 
 def rebalance(
-    policy: Annotated[str, typer.Option("--policy", help="threshold or greedy.")] = "threshold",
+    policy: Annotated[
+        Policy,
+        typer.Option(
+            "--policy", help="threshold: a shard has far more than its share; greedy: any move that pays."
+        ),
+    ] = "threshold",
     dry_run: DryRunOption = False,
     no_wait: NoWaitOption = False,
     instance: InstanceOption = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +16,15 @@ from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
+    from kvcomm.cli.operators import Operators
+    from kvcomm.errors import Unavailable
     from kvcomm.wire.messages import ClusterView, NodeView
 
 STATES = {"alive": "green", "suspect": "yellow", "dead": "red", "unknown": "yellow"}
+FILE_CELLS = 1000
+"""Where stdout is no terminal: lines are for programs then, and none is broken."""
 
 
 def top(
@@ -29,7 +35,8 @@ def top(
     instance: InstanceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show load, silence and moves of every node until Ctrl-C.  With --json one document a look.
+    """Show load, silence and moves of every node until Ctrl-C.  With --json one document a look; where stdout
+    is no terminal one table a look.
 
     Rates are of the time since a node's last heartbeat.
     """
@@ -37,31 +44,52 @@ def top(
     from rich.live import Live
 
     from kvcomm.cli.operators import operators
+
+    is_screen = sys.stdout.isatty()
+    console = Console(width=None if is_screen else FILE_CELLS)
+    with operators(instance) as asked:
+        looks = _looks(asked, interval, once)
+        first = next(looks)
+        try:
+            if as_json or once or not is_screen:
+                for look in chain([first], looks):
+                    _print(console, look, as_json)
+                return
+            with Live(_shown(first), console=console, auto_refresh=False, screen=True) as live:
+                for look in looks:
+                    live.update(_shown(look), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _looks(asked: Operators, interval_s: float, once: bool) -> Iterator[ClusterView | Unavailable]:
+    """That nobody answers is raised at the first look only: at a later one it may pass."""
     from kvcomm.errors import Unavailable
 
-    with operators(instance) as asked:
-        if once or as_json:
-            while True:
-                view = asked.view()
-                if as_json:
-                    sys.stdout.write(json.dumps(document(view)) + "\n")
-                    sys.stdout.flush()
-                else:
-                    Console().print(render(view))
-                if once:
-                    return
-                time.sleep(interval)
-        view = asked.view()
-        with Live(render(view), console=Console(), auto_refresh=False, screen=True) as live:
-            try:
-                while True:
-                    time.sleep(interval)
-                    try:
-                        live.update(render(asked.view()), refresh=True)
-                    except Unavailable as error:
-                        live.update(error.message, refresh=True)
-            except KeyboardInterrupt:
-                return
+    yield asked.view()
+    while not once:
+        time.sleep(interval_s)
+        try:
+            look: ClusterView | Unavailable = asked.view()
+        except Unavailable as error:
+            look = error
+        yield look
+
+
+def _print(console: Console, look: ClusterView | Unavailable, as_json: bool) -> None:
+    if as_json:
+        if isinstance(look, Exception):
+            raise look
+        sys.stdout.write(json.dumps(document(look)) + "\n")
+        sys.stdout.flush()
+    else:
+        console.print(_shown(look))
+
+
+def _shown(look: ClusterView | Unavailable) -> RenderableType:
+    from rich.text import Text
+
+    return Text(look.message) if isinstance(look, Exception) else render(look)
 
 
 def render(view: ClusterView) -> RenderableType:

@@ -17,12 +17,15 @@ from kvcomm.cli.options import ConfigOption
 
 if TYPE_CHECKING:
     from controller.launcher import LocalLauncher
+    from controller.supervisor import Supervisor
     from kvcomm.config import ClusterConfig, Config
     from kvcomm.instance import Instance
     from kvcomm.machine import Event
     from kvcomm.wire.messages import NodePlan, RingMap
 
 
+STORAGE_FILE = "storage"
+"""In the instance's directory: where its records were kept when it ran last."""
 EMBEDDED_CONFIG = "cache: {l2_size: 5%, l3_size: 2%}\n"
 """Where nobody configured anything: a guest in somebody's process takes less than a server would."""
 
@@ -40,6 +43,7 @@ def up(
 
     A named cluster keeps its directory, and with it its records, for the next time.
     """
+    from kvcomm.cli.node import storage_root
     from kvcomm.instance import Instance, InstanceExists
     from kvcomm.serve import run
     from kvcomm.settings import load_config
@@ -51,11 +55,14 @@ def up(
         cluster = Instance.open(instance)
     with _alone(cluster):
         settings = load_config(config)
+        storage = storage_root(cluster, settings).resolve()
+        check_storage(cluster, storage)  # first: with a wrong file the rest is a mistake too
         check_placement(cluster.ring(), settings.cluster)
         if settings.storage.directory:
             cluster.keep_secret_in(Path(settings.storage.directory))
         _reclaim()
         written = _write_config(cluster, config, lifeline)
+        note_storage(cluster, storage)
         try:
             run(_run(cluster, load_config(written), written, lifeline))
         finally:
@@ -77,6 +84,36 @@ def check_placement(before: RingMap | None, cluster: ClusterConfig) -> None:
             f"{before.replicas}, and changing that is not in this version: set cluster.replicas: "
             f"{before.replicas}, or choose another --instance"
         )
+
+
+def check_storage(cluster: Instance, storage: Path) -> None:
+    """A cluster that finds its records nowhere looks like one that has none.
+
+    Raises:
+        ConfigError: the instance ran with another directory, which is still there.
+    """
+    from kvcomm.errors import ConfigError
+
+    try:
+        before = Path((cluster.directory / STORAGE_FILE).read_text().removesuffix("\n"))
+    except (FileNotFoundError, UnicodeDecodeError):
+        return
+    if before != storage and before.is_absolute() and before.is_dir() and cluster.ring() is not None:
+        move = "" if storage.exists() else f", or move {before} to {storage} first"
+        raise ConfigError(
+            f"instance {cluster.name!r} ran last with its records in {before}, but this configuration "
+            f"(storage.directory) puts them in {storage}, and the cluster would start without them: give the "
+            f"--config that it ran with{move}; to start over, choose another --instance, or remove "
+            f"{cluster.directory}"
+        )
+
+
+def note_storage(cluster: Instance, storage: Path) -> None:
+    """For :func:`check_storage` of the next run."""
+    path = cluster.directory / STORAGE_FILE
+    draft = path.with_suffix(".draft")
+    draft.write_text(f"{storage}\n")
+    draft.replace(path)
 
 
 def _write_config(cluster: Instance, config: Path | None, lifeline: bool) -> Path:
@@ -158,14 +195,26 @@ def _say_ready(cluster: Instance, settings: Config, lifeline: bool) -> None:
     sys.stdout.flush()
 
 
-def _say_exit(event: Event, launcher: LocalLauncher) -> None:
-    """What went wrong belongs on the operator's screen, not only in a file."""
+def _say_exit(event: Event, launcher: LocalLauncher, supervisor: Supervisor) -> None:
+    """What went wrong belongs on the operator's screen, not only in a file; an ordered end is no failure."""
     from controller.supervisor import NodeExited
 
     if not isinstance(event, NodeExited):
         return
-    why = event.reason or launcher.last_words(event.node) or "it printed nothing"
+    fate = supervisor.fate(event.node)
+    why = event.reason or launcher.last_words(event.node)
     how = f"by {signal.Signals(-event.code).name}" if event.code < 0 else f"with code {event.code}"
-    sys.stderr.write(f"kvcomm: {event.node} ended {how}: {why}\n")
-    sys.stderr.write(f"kvcomm: all that it said is in {launcher.log_path(event.node)}\n")
+    again = "it is started again" if fate == "starts again" else ""
+    if fate == "stopped" and event.code in (0, -signal.SIGTERM):
+        said = [f"{event.node} has stopped"]
+    elif again and event.code == 0 and not why:
+        said = [f"{event.node} ended {how}; {again}"]
+    else:
+        log = f"all that it said is in {launcher.log_path(event.node)}"
+        told = "was told to stop and " if fate == "stopped" else ""
+        said = [
+            f"{event.node} {told}ended {how}: {why or 'it printed nothing'}",
+            f"{again}; {log}" if again else log,
+        ]
+    sys.stderr.write("".join(f"kvcomm: {line}\n" for line in said))
     sys.stderr.flush()

@@ -219,6 +219,7 @@ def test_a_standing_policy_whose_plan_cannot_be_carried_out_is_no_end(
         (ScaleOrder(2), "2 shards would be left for 3 replicas"),
         (ScaleOrder(5000), "at most"),
         (DrainOrder("shard-9"), "no node of this cluster"),
+        (DrainOrder("launcher"), "only shards and pools are drained"),
         (MoveOrder(9, 5, "shard-1"), "first <= last"),
         (MoveOrder(0, 5, "pool-0"), "no shard of the ring"),
         (RebalanceOrder("clever"), "no policy 'clever'"),

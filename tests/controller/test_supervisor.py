@@ -92,6 +92,19 @@ def test_what_is_planned_anew_starts_and_what_left_the_plan_ends() -> None:
     assert supervisor.all_up
 
 
+def test_what_becomes_of_a_node_that_ended_is_told() -> None:
+    supervisor = all_up()
+    supervisor.handle(PlanChanged(PLAN[:-1]), 2.0)
+    supervisor.handle(NodeExited("shard-1", 0), 2.1)
+    assert supervisor.fate("shard-1") == "stopped"
+    supervisor.handle(PlanChanged(PLAN[:-2]), 2.2)
+    supervisor.handle(PlanChanged(PLAN[:-1]), 2.3)
+    supervisor.handle(NodeExited("shard-0", 0), 2.4)
+    assert supervisor.fate("shard-0") == "stopped", "and its successor is on its way"
+    supervisor.handle(NodeExited("pool-0", 0), 2.5)
+    assert supervisor.fate("pool-0") == "starts again"
+
+
 def test_one_that_is_wanted_again_while_it_ends_is_started_once_it_has() -> None:
     supervisor = all_up()
     supervisor.handle(PlanChanged(PLAN[:-1]), 2.0)
@@ -221,6 +234,7 @@ def test_a_node_that_never_comes_up_is_given_up(node: str) -> None:
     effects, now = crash(supervisor, node, 1.0, STARTS_MAX - 1)
     assert effects == []
     assert crash(supervisor, node, now, 1)[0] == [GiveUp(node, 2)]
+    assert supervisor.fate(node) == "given up"
 
 
 def test_coming_up_for_a_moment_is_no_success() -> None:

@@ -16,7 +16,7 @@ from kvcomm.cli.circle import POINTS, parse_range, range_text
         ("0%-100%", (0, POINTS - 1)),
         ("25%-50%", (POINTS // 4, POINTS // 2 - 1)),
         (" 0x40 - 0x7f ", (0x40, 0x7F)),
-        ("40-7f", (0x40, 0x7F)),
+        ("0X4a-0x7F", (0x4A, 0x7F)),
         ("99.5%-100%", (POINTS * 199 // 200, POINTS - 1)),
     ],
 )
@@ -34,10 +34,11 @@ def test_neighbouring_percentages_neither_overlap_nor_leave_a_gap(cuts: list[int
 @pytest.mark.parametrize(
     "text",
     ["", "5", "10%", "x-y", "0x5-0x4", "50%-50%", "50%-40%", "-5%-10%", "0%-101%", "nan%-5%",
-     "0x0-0x10000000000000000", "10%-0x50"],
+     "0x0-0x10000000000000000", "10%-0x50", "25-50", "40-7f", "0x40-7f", "40-0x7f", "25-50%", "25%-50",
+     "0x-0x5", "0x1_0-0x2_0"],
 )  # fmt: skip
 def test_everything_else_is_told_what_a_range_looks_like(text: str):
-    with pytest.raises(ValueError, match="RANGE"):
+    with pytest.raises(ValueError, match=r"RANGE.*(0xFIRST-0xLAST.*FROM%-TO%|not between 0% and 100%)"):
         parse_range(text)
 
 

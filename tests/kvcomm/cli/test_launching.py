@@ -53,7 +53,7 @@ class Played(Launching):
     def __init__(self, instance: Instance, config: Config) -> None:
         super().__init__(
             instance, config, lambda plan: ["false"], instance.directory,
-            on_ready=lambda: None, on_event=lambda event, launcher: None,
+            on_ready=lambda: None, on_event=lambda event, launcher, supervisor: None,
         )  # fmt: skip
         self.view: ClusterView | None = None
         self.orders: list[Message] = []
@@ -189,6 +189,17 @@ def test_another_number_than_at_the_last_run_is_an_order(
     said = capsys.readouterr().err
     assert said.count("cannot scale from 2 to 4 shards (yet): operation 3 is under way") == 1
     assert "from 2 to 4 shards, as cluster.shards asks for" in said
+
+
+def test_a_number_that_was_reached_meanwhile_is_told_as_reached(
+    instance: Instance, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (instance.directory / SHARDS_FILE).write_text("2\n")
+    up = Played(instance, settings("{shards: 3, replicas: 2}"))
+    up.view = view(ring(["shard-0", "shard-1", "shard-2"]), ALL)
+    up.answers = [OrderAnswer(0, [])]
+    scaled(up, 1)
+    assert capsys.readouterr().err == "kvcomm: there are 3 shards already, as cluster.shards asks for\n"
 
 
 def test_what_was_scaled_meanwhile_is_not_scaled_back_by_a_restart(instance: Instance) -> None:
