@@ -207,7 +207,7 @@ def _say_exit(event: Event, launcher: LocalLauncher, supervisor: Supervisor) -> 
     again = "it is started again" if fate == "starts again" else ""
     if fate == "stopped" and event.code in (0, -signal.SIGTERM):
         said = [f"{event.node} has stopped"]
-    elif again and event.code == 0 and not why:
+    elif again and event.code == 0:
         said = [f"{event.node} ended {how}; {again}"]
     else:
         log = f"all that it said is in {launcher.log_path(event.node)}"
