@@ -49,10 +49,15 @@ def served(view: ClusterView) -> dict[str, str]:
     groups = _groups(view.ring)
     total = len(groups) or 1
     majority = sum(2 * sum(node in alive for node in group) > len(group) for group in groups) / total
+    need = view.ring.write_quorum
+    writable = sum(sum(node in alive for node in group) >= min(need, len(group)) for group in groups) / total
     any_copy = sum(any(node in alive for node in group) for group in groups) / total
     first = sum(any(node in alive for node in group[: view.ring.block_copies]) for group in groups) / total
     return {
         "eventual records": _text(any_copy, "have a replica here", "what lies elsewhere waits here as hints"),
+        "writes of eventual records": _text(
+            writable, "have a write quorum here", "the others are kept, and their outcome is unknown"
+        ),
         "strong records": _text(majority, "have a majority here", "the others are refused"),
         "blocks": _text(first, "can be read from shards", "the others are misses unless a pool has them"),
     }

@@ -118,8 +118,8 @@ class Operators:
         if not self._names:
             raise Unavailable(
                 f"no controller of instance {self.instance!r} runs here: kvcomm up starts them, and one that "
-                f"was lost is started by hand with: "
-                f"kvcomm controller --node controller-0 --instance {self.instance}"
+                f"was lost is started by hand, with the configuration that kvcomm up was given: "
+                f"kvcomm controller --node controller-0 --instance {self.instance} --config FILE"
             )
         return self._names
 

@@ -63,11 +63,16 @@ def test_a_split_says_who_is_silent_and_what_is_served():
     (strong,) = [line for line in said if line.startswith("strong records: ")]
     assert "% of the keys have a majority here, the others are refused" in strong
     assert "eventual records: all keys have a replica here" in said
+    (writes,) = [line for line in said if line.startswith("writes of eventual records: ")]
+    assert (
+        "% of the keys have a write quorum here, the others are kept, and their outcome is unknown" in writes
+    )
 
 
 def test_shares_of_what_is_served_are_those_of_the_groups():
     everything = served(view())
     assert everything["strong records"] == "all keys have a majority here"
+    assert everything["writes of eventual records"] == "all keys have a write quorum here"
     # Of 10 groups of 3 among 5, those with at least two of the three living shards: 7.
     some = int(served(view(dead=2))["strong records"].split()[0])
     assert 60 <= some <= 80
