@@ -42,7 +42,15 @@ from kvcomm.rpc.sockets import listen, tune
 from kvcomm.rpc.stream import STALL_S, FrameStream
 from kvcomm.wire.address import Address, parse_address
 from kvcomm.wire.deadlines import overdue_s, stamp_of
-from kvcomm.wire.frames import KNOWS_STAMPS, MESSAGE_BYTES_MAX, Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.frames import (
+    HELLO_NUMBER,
+    KNOWS_STAMPS,
+    MESSAGE_BYTES_MAX,
+    Frame,
+    FrameReader,
+    discard,
+    encode_frame,
+)
 from kvcomm.wire.messages import (
     PROTOCOL_VERSION,
     BlockGet,
@@ -98,7 +106,6 @@ HANG_UP_S = 0.1
 
 _ACCEPTS_MAX = 64
 _ACCEPT_PAUSE_S = 0.5
-_HELLO_NUMBER = 0
 _STOPPING = "this node is stopping, nothing was done; ask another one"
 _connection_ids = itertools.count(1)
 _log = logging.getLogger(__name__)
@@ -365,7 +372,7 @@ class _Accepted:
     def _part(self) -> None:
         if self._leaving and not self._unanswered and not self._said_goodbye:
             self._said_goodbye = True
-            self._outbox.put(encode_frame(_HELLO_NUMBER, Goodbye()), self._parted)
+            self._outbox.put(encode_frame(HELLO_NUMBER, Goodbye()), self._parted)
 
     def _parted(self, _: bool) -> None:
         self.parted = True
@@ -515,7 +522,7 @@ class _Accepted:
 
     def _show_out(self, error: KVCommError) -> None:
         """Tell the peer why, if it takes one more small frame at once, and close."""
-        self._outbox.put(encode_frame(_HELLO_NUMBER, Failure(error.code, error.message)))
+        self._outbox.put(encode_frame(HELLO_NUMBER, Failure(error.code, error.message)))
         self._stream.flush()
         self.end(error)
 

@@ -24,6 +24,7 @@ from kvcomm.wire.messages import (
     BlockPut,
     BlockStored,
     Done,
+    Goodbye,
     Message,
     RecordPut,
     Welcome,
@@ -216,6 +217,20 @@ def scripted(*scripts: Callable[[Dialogue], None]) -> Iterator[str]:
             listening.shutdown(socket.SHUT_RDWR)
         thread.join(PATIENCE_S)
     assert problems == []
+
+
+def leaving(gone: threading.Event) -> Callable[[Dialogue], None]:
+    """A script: answers one request, leaves the next undone, says goodbye and hangs up."""
+
+    def script(dialogue: Dialogue) -> None:
+        dialogue.greet()
+        dialogue.say(dialogue.hear().request, Done())
+        dialogue.hear()
+        dialogue.say(0, Goodbye())
+        dialogue.socket.close()
+        gone.set()
+
+    return script
 
 
 def dead_address() -> str:

@@ -53,16 +53,12 @@ def _rows(instance: Instance) -> list[dict[str, Any]]:
     token = instance.credentials().token("status")
     survey = instance.survey()
     for record in survey.nodes:
-        row: dict[str, Any] = {
-            "instance": instance.name,
-            "node": record.node,
-            "role": record.role,
+        row = _absent(instance.name, record.node, record.role, "") | {
             "pid": record.pid,
             "addresses": record.addresses,
             "metrics": record.metrics,
             "transports": record.transports,
             "refused_transports": record.refused_transports,
-            "error": "",
         }
         try:
             with ControlClient(record.control, token) as control:
@@ -141,20 +137,22 @@ def _answers(control: str, token: str) -> bool:
 
 def _known(instance: str, node: NodeView, error: str) -> dict[str, Any]:
     """A row of what the controllers tell alone."""
+    told = {"epoch": node.epoch, "uptime_s": None, "usage": None, "disk": None}
+    return _absent(instance, node.node, node.role, error) | told
+
+
+def _absent(instance: str, node: str, role: str, error: str) -> dict[str, Any]:
+    """The row of a node of which nothing runs here."""
     return {
         "instance": instance,
-        "node": node.node,
-        "role": node.role,
+        "node": node,
+        "role": role,
         "pid": None,
         "addresses": [],
         "metrics": "",
         "transports": [],
         "refused_transports": {},
         "error": error,
-        "epoch": node.epoch,
-        "uptime_s": None,
-        "usage": None,
-        "disk": None,
     }
 
 
@@ -166,17 +164,7 @@ def _missing(instance: str, survey: Survey) -> Iterator[dict[str, Any]]:
     for role, nodes in (("pool", survey.ring.pools), ("shard", survey.ring.shards)):
         for node in nodes:
             if node.node not in there:
-                yield {
-                    "instance": instance,
-                    "node": node.node,
-                    "role": role,
-                    "pid": None,
-                    "addresses": [],
-                    "metrics": "",
-                    "transports": [],
-                    "refused_transports": {},
-                    "error": "not running",
-                }
+                yield _absent(instance, node.node, role, "not running")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -30,11 +30,9 @@ from kvcomm.errors import Corrupt, KVCommError, TooLarge
 from kvcomm.namespace import Namespace
 from kvcomm.steps import Answer, Ask
 from kvcomm.wire.deadlines import ServerClock
-from kvcomm.wire.frames import KNOWS_STAMPS, Frame, FrameReader, discard, encode_frame
+from kvcomm.wire.frames import HELLO_NUMBER, KNOWS_STAMPS, Frame, FrameReader, discard, encode_frame
 from kvcomm.wire.messages import PROTOCOL_VERSION, Failure, Goodbye, Hello, Message, Welcome
 from kvcomm.wire.outbox import HIGH_WATER_BYTES, Outbox, Parcel
-
-_HELLO_NUMBER = 0
 
 
 def _key_vector() -> BlockKey:
@@ -127,10 +125,10 @@ class Session:
         """When bytes came last."""
         self._held: deque[Exchange] = deque()
         self._pending: dict[int, Exchange] = {}
-        self._last_number = _HELLO_NUMBER
+        self._last_number = HELLO_NUMBER
         self._clock = ServerClock()
         hello = Hello(PROTOCOL_VERSION, identity.token, identity.caller, KEY_VECTOR)
-        self.outbox.put(encode_frame(_HELLO_NUMBER, hello, flags=KNOWS_STAMPS))
+        self.outbox.put(encode_frame(HELLO_NUMBER, hello, flags=KNOWS_STAMPS))
 
     @property
     def busy(self) -> bool:
@@ -175,9 +173,9 @@ class Session:
             if exchange is not None:
                 self._clock.heard(frame.stamp, exchange.queued_at, now)
                 exchange.finish(Answer(frame.message, frame.payload, now))
-            elif frame.request == _HELLO_NUMBER and self.welcome is None:
+            elif frame.request == HELLO_NUMBER and self.welcome is None:
                 self._greeted(frame, now)
-            elif frame.request == _HELLO_NUMBER and isinstance(frame.message, Goodbye):
+            elif frame.request == HELLO_NUMBER and isinstance(frame.message, Goodbye):
                 self._dismissed()
             else:
                 raise Corrupt(f"reply to request {frame.request}, which is not outstanding")

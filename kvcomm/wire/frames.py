@@ -30,6 +30,8 @@ from kvcomm.errors import Corrupt, TooLarge
 from kvcomm.wire.messages import MESSAGES, PROTOCOL_VERSION, Message
 
 MAGIC = b"KV"
+HELLO_NUMBER = 0
+"""Number of ``Hello``, and of what a server says unasked."""
 KNOWS_STAMPS = 1
 """Flag of ``Hello``: its sender reads stamps.  Who does not know a flag ignores it."""
 MESSAGE_BYTES_MAX = 16 << 20

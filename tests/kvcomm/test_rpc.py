@@ -38,6 +38,7 @@ from tests.peers import (
     Served,
     ask,
     dead_address,
+    leaving,
     scripted,
     served,
     soon,
@@ -408,14 +409,6 @@ def test_what_a_stopping_server_has_not_answered_was_not_done(peers: Peers) -> N
 def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard(peers: Peers) -> None:
     gone = threading.Event()
 
-    def script(dialogue: Dialogue) -> None:
-        dialogue.greet()
-        dialogue.say(dialogue.hear().request, Done())
-        dialogue.hear()
-        dialogue.say(0, Goodbye())
-        dialogue.socket.close()
-        gone.set()
-
     def steps(address: str) -> Steps[Answer]:
         [first] = yield Submit([Ask(address, PUT)])
         assert gone.wait(PATIENCE_S)
@@ -425,7 +418,7 @@ def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard(peers: Peers) ->
         answer: Answer = yield Wait(first)
         return answer
 
-    with scripted(script) as address:
+    with scripted(leaving(gone)) as address:
         run_blocking(ask(Ask(address, RingGet())), peers, soon())
         answer = run_blocking(steps(address), peers, soon())
     assert isinstance(answer.message, Failure)

@@ -40,6 +40,7 @@ from tests.peers import (
     Served,
     ask,
     dead_address,
+    leaving,
     scripted,
     served,
     soon,
@@ -319,14 +320,6 @@ def test_what_a_stopping_server_has_not_answered_was_not_done() -> None:
 def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard() -> None:
     gone = threading.Event()
 
-    def script(dialogue: Dialogue) -> None:
-        dialogue.greet()
-        dialogue.say(dialogue.hear().request, Done())
-        dialogue.hear()
-        dialogue.say(0, Goodbye())
-        dialogue.socket.close()
-        gone.set()
-
     async def main(address: str) -> None:
         async with peers_of() as peers:
             await peers.welcome(address, soon())
@@ -337,7 +330,7 @@ def test_a_goodbye_that_lies_unread_when_sending_fails_is_heard() -> None:
                 time.sleep(0.02)
             assert code(await first.answer()) == "unavailable"
 
-    with scripted(script) as address:
+    with scripted(leaving(gone)) as address:
         run(main(address))
 
 
