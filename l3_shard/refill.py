@@ -50,7 +50,8 @@ class Take:
 
 
 class Round:
-    """Ask :meth:`next` what to do until it is ``None``; each order is answered before the next is given.
+    """Ask :meth:`next` what to do until it is ``None``; it says the same until that was answered, or
+    :meth:`renew` changed by which epoch it is asked.
 
     Args:
         lacks: of some keys, which this shard has not.
@@ -98,9 +99,10 @@ class Round:
 
     def next(self) -> AskHoldings | Take | None:
         while self._windows:
-            take = self._still_lacking(self._windows.popleft())
+            take = self._still_lacking(self._windows[0])
             if take.wants:
                 return take
+            self._windows.popleft()
         if self._leg is None or self.full:
             return None
         node, _ = self._leg
@@ -135,8 +137,9 @@ class Round:
         full: bool = False,
         short: bool = False,
     ) -> None:
-        """So much of a take has arrived.  ``full``: there is no more free room here, so there is nothing more
-        to do.  ``failed``: the peer did not answer; ``short``: it did not give all that it was asked for."""
+        """So much of the take has arrived.  ``full``: there is no more free room here, so nothing is left to
+        do.  ``failed``: the peer did not answer; ``short``: it did not give all that it was asked for."""
+        self._windows.popleft()
         self._lacking.got(count, copy_bytes)
         if short:
             self.owing.add(self._giving)

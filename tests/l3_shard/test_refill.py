@@ -61,6 +61,8 @@ class Shards:
 
         round_ = Round(node, self.ring, lacks)
         while (order := round_.next()) is not None:
+            round_.renew(self.ring)
+            assert round_.next() == order, "nothing is forgotten when it was not carried out"
             if order.node in self.down:
                 failure = Failure("unavailable", "scripted")
                 round_.listed(failure) if isinstance(order, AskHoldings) else round_.took(failed=True)

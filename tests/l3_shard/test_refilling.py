@@ -17,6 +17,7 @@ from kvcomm.rpc.asynchronous import AsyncPeers
 from kvcomm.steps import Answer, Ask
 from kvcomm.tier import BlockCopy
 from kvcomm.wire.messages import (
+    BlockCopies,
     BlockGet,
     BlockHeld,
     BlockHoldings,
@@ -26,7 +27,7 @@ from kvcomm.wire.messages import (
     RingMap,
     RingNode,
 )
-from l3_shard import refilling
+from l3_shard import refill, refilling
 from l3_shard.refilling import Refilling, RefillOptions
 from l3_shard.ring import Ring
 from tests.blockstores import DictDepot, DictStore
@@ -137,7 +138,6 @@ def test_a_huge_block_goes_alone_and_holds_up_nobody(cluster: TwoCopies) -> None
     owner, *_ = Ring.from_map(cluster.map).block_owners(key)
     until(lambda: all(key in cluster.held(node) for node in Ring.from_map(cluster.map).block_owners(key)))
     lose(cluster, owner, DictStore(capacity_bytes=1 << 30, copy_bytes_max=1 << 30))
-    cluster.issue()
     for _ in range(20):
         cluster.put(b"k", b"v", cluster.get(b"k").context)
     until(lambda: cluster.held(owner) == cluster.owned(owner, [*small, key]))
@@ -178,10 +178,11 @@ async def refilled(
     rings: Callable[[], Ring],
     done: Callable[[Refilling, Told], bool],
     disk: DictDepot | None = None,
+    rate_bytes: int = 64 << 20,
 ) -> Told:
     peers = Told(answer)
     work = Refilling(
-        "a", RefillOptions(), DictStore(), disk, cast("AsyncPeers", peers),
+        "a", RefillOptions(rate_bytes), DictStore(copy_bytes_max=1 << 30), disk, cast("AsyncPeers", peers),
         ring=rings, resolve=lambda node: rings().shard(node).address, clock=time.monotonic,
     )  # fmt: skip
     task = asyncio.create_task(work.run())
@@ -211,6 +212,28 @@ def test_a_peer_that_leaves_the_ring_while_copies_are_paced_is_not_asked(
         return await refilled(answer, lambda: rings[0], lambda work, _: work.counts.rounds["failed"] > 0)
 
     assert len(asyncio.run(main()).asked) == 1
+
+
+def test_copies_that_were_paced_when_another_epoch_came_are_asked_for_under_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rings = [ring_of("ab", 1)]
+    keys = [key for key in (bytes([n]) * 32 for n in range(99)) if "a" in rings[0].block_keepers(key)][:3]
+
+    async def main() -> Told:
+        def answer(ask: Ask) -> Message:
+            if isinstance(ask.message, BlockHoldings):
+                asyncio.get_running_loop().call_soon(lambda: rings.__setitem__(0, ring_of("ab", 2)))
+                return BlockHeld([Holding(key, refill.WINDOW_BYTES, True) for key in keys], None)
+            return BlockCopies([0])
+
+        def done(work: Refilling, _peers: Told) -> bool:
+            return sum(work.counts.rounds.values()) > 0
+
+        return await refilled(answer, lambda: rings[0], done, rate_bytes=1 << 40)
+
+    asked = [ask.message for ask in asyncio.run(main()).asked]
+    assert asked[1:4] == [BlockGet(2, [key]) for key in keys]
 
 
 def test_what_the_disk_may_have_is_not_asked_for_before_that_is_known(

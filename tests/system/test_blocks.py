@@ -116,11 +116,26 @@ def metric(node: NodeRecord, series: str) -> float:
     return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == series)
 
 
-def publish(kv: Client, namespace: Namespace, salt: int = 0) -> None:
-    """A few at a time: more than memory holds could not be reserved at once."""
+def offer(kv: Client, namespace: Namespace, salt: int = 0) -> int:
+    """How many were not taken.  A few at a time: more than memory holds could not be reserved at once."""
     blocks = payloads(namespace, BLOCKS, salt)
-    for count in range(8, BLOCKS + 1, 8):
-        assert kv.publish(namespace, TOKENS[: 16 * count], blocks[:count]).failed == 0
+    counts = range(8, BLOCKS + 1, 8)
+    return sum(kv.publish(namespace, TOKENS[: 16 * count], blocks[:count]).failed for count in counts)
+
+
+def publish(kv: Client, namespace: Namespace, salt: int = 0) -> None:
+    assert offer(kv, namespace, salt) == 0
+
+
+def outlive_memory(cluster: Cluster, kv: Client, namespace: Namespace) -> None:
+    """Publish until all is had and written: what is evicted before its turn to be written is lost."""
+
+    def have() -> bool:
+        offer(kv, namespace)
+        eventually(lambda: all(written(node) for node in shards_of(cluster)))
+        return fetched(kv, namespace) == BLOCKS and all(written(node) for node in shards_of(cluster))
+
+    eventually(have)
 
 
 def fetched(kv: Client, namespace: Namespace, salt: int = 0) -> int:
@@ -378,8 +393,7 @@ def test_blocks_move_with_the_ring_also_those_that_only_a_disk_has(
     with cluster_with(tmp_path, copies=1, memory="4MiB", disk=tmp_path / "disk") as cluster:
         keys = keys_of(cluster, namespace)
         with cluster.client() as kv:
-            publish(kv, namespace)
-            eventually(lambda: fetched(kv, namespace) == BLOCKS)
+            outlive_memory(cluster, kv, namespace)
             order(cluster, "scale", "--shards", "4")
             assert fetched(kv, namespace) == BLOCKS
             check_owners(cluster, keys, 4)
