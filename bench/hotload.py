@@ -17,11 +17,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvcomm.client import Client
-from kvcomm.errors import Unavailable
 from kvcomm.instance import Instance
 
 NAME = "hot"
-START_WITHIN_S = 20.0
 _ASKED = 'kvcomm_requests_total{message="RecordGet"}'
 _COPIES = "kvcomm_hot_record_reads_total"
 
@@ -76,7 +74,7 @@ class Running:
         self._written, self._read = _Log(), [_Log() for _ in readers]
         self._problems: list[BaseException] = []
         self._value, self._key = 0, f"{time.monotonic_ns():x}"  # a record of this load's own
-        self._write_first()  # so that there is something to read
+        self._write()  # so that there is something to read
         acts: list[tuple[float, Callable[[], None]]] = [(1.0 / load.writes_s, self._write)]
         for reader, log in zip(readers, self._read, strict=True):
             acts.append((1.0 / load.reads_s, lambda reader=reader, log=log: self._look(reader, log)))  # type: ignore[misc]
@@ -116,17 +114,6 @@ class Running:
             series_of(node.metrics, _ASKED) for node in self._instance.nodes() if node.role == "shard"
         )
         return asked, sum(reader.metrics()[_COPIES] for reader in self._readers)
-
-    def _write_first(self) -> None:
-        """A cluster that was started a moment ago has no strong records yet, and says so."""
-        deadline = time.monotonic() + START_WITHIN_S
-        while True:
-            try:
-                return self._write()
-            except Unavailable:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
 
     def _write(self) -> None:
         self._value += 1

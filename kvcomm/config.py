@@ -433,26 +433,29 @@ class ClusterConfig:
     replicas: int = _setting(
         "replicas", _positive_count, None,
         "Shards that keep each record. One more survives one more lost node and makes each write cost one "
-        "more message. By default 3, or all shards where there are fewer.",
+        "more message. By default 3, or all shards where there are fewer. Fixed for the life of a cluster.",
         default_from=lambda section: min(3, section["shards"] or 3),
     )  # fmt: skip
     write_quorum: int = _setting(
         "write_quorum", _positive_count, None,
         "Replicas that must have a write on disk before it is acknowledged. Fewer: writes go on with more "
-        "nodes away, but an acknowledged write has fewer copies. By default a majority of the replicas.",
+        "nodes away, but an acknowledged write has fewer copies. By default a majority of the replicas. "
+        "Fixed for the life of a cluster.",
         default_from=lambda section: (section["replicas"] or 3) // 2 + 1,
     )  # fmt: skip
     read_quorum: int = _setting(
         "read_quorum", _positive_count, 1,
         "Replicas asked by a read of a record. With `read_quorum + write_quorum > replicas` a read always "
         "sees every acknowledged write. With less the first owner answers alone, for one message: it may be "
-        "stale after it was away. Whoever stands in for it asks as many as it takes.",
+        "stale after it was away. Whoever stands in for it asks as many as it takes. Fixed for the life of a "
+        "cluster.",
     )  # fmt: skip
     block_copies: int = _setting(
         "block_copies", _positive_count, 1,
         "Shards that keep each block. A lost block is only a miss, so one copy is correct; two survive a "
         "lost shard without recomputing, readers take the copy that answers faster, and they halve the "
-        "capacity. A put is done with one copy; an owner that lags gets its copy in the background.",
+        "capacity. A put is done with one copy; an owner that lags gets its copy in the background. Fixed "
+        "for the life of a cluster.",
     )  # fmt: skip
     move_rate_bytes: int = _setting(
         "move_rate", _bytes, "64MB",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 LAUNCHER = "launcher-0"
 ASK_S = 1.0
 ORDER_RETRY_S = 1.0
+STRONG_PATIENCE_S = 5.0
+"""How long strong records are waited for once all else serves: where disks were lost there may be none."""
 SHARDS_FILE = "shards"
 """In the instance's directory: how many shards its configuration asked for when it ran last."""
 
@@ -72,6 +74,7 @@ class Launching:
         identity = Identity(cluster.credentials().token(NODE_TENANT), incarnation)
         self._peers = AsyncPeers(identity, connect_timeout_s=settings.network.connect_timeout_s)
         launcher = LocalLauncher(command, logs)
+        self._strong_by: float | None = None
         self._server = SupervisorServer(
             Supervisor(self._first_plan()),
             launcher,
@@ -134,7 +137,8 @@ class Launching:
         return record is not None and record.pid == pid
 
     async def _serves(self, plan: Sequence[NodePlan]) -> bool:
-        """Whether the leader has a map of all that is planned, where it is now, and the shards work by it."""
+        """Whether the leader has a map of all that is planned, where it is now, and the shards work by it,
+        for strong records too."""
         view = await self._view()
         if view is None or view.ring is None:
             return False
@@ -143,11 +147,17 @@ class Launching:
         planned = {each.node for each in plan if each.role != "controller"}
         alive = {each.node: each for each in view.nodes if each.state == "alive"}
         at = {name: each.address for name, each in alive.items()}
-        return (
+        if not (
             planned <= {each.node for each in (*shards, *ring.pools)}
             and all(at.get(each.node) == each.address for each in (*shards, *ring.pools))
             and all(alive[each.node].epoch >= ring.epoch for each in shards)
-        )
+        ):
+            return False
+        if self._strong_by is None:
+            self._strong_by = time.monotonic() + STRONG_PATIENCE_S
+        moves = [alive[each.node].move for each in shards]
+        voting = all(move is not None and move.strong_epoch >= ring.epoch for move in moves)
+        return voting or time.monotonic() >= self._strong_by
 
     async def _view(self) -> ClusterView | None:
         """The leader's."""

@@ -71,19 +71,21 @@ def up(
 
 
 def check_placement(before: RingMap | None, cluster: ClusterConfig) -> None:
-    """How many replicas a record has is not changed by a controller.
+    """How many copies there are of what, and how many are asked, is not changed by a controller: it would go
+    on with what its first map says, whatever the configuration says.
 
     Raises:
-        ConfigError: the instance's records were placed with another number.
+        ConfigError: the instance runs with another number.
     """
     from kvcomm.errors import ConfigError
 
-    if before is not None and before.replicas != cluster.replicas:
-        raise ConfigError(
-            f"cluster.replicas is {cluster.replicas}, but this instance's records were placed with "
-            f"{before.replicas}, and changing that is not in this version: set cluster.replicas: "
-            f"{before.replicas}, or choose another --instance"
-        )
+    for key in ("replicas", "write_quorum", "read_quorum", "block_copies") if before is not None else ():
+        was, wanted = getattr(before, key), getattr(cluster, key)
+        if was != wanted:
+            raise ConfigError(
+                f"cluster.{key} is {wanted}, but this instance was made with {was}, and changing that is not "
+                f"in this version: set cluster.{key}: {was}, or choose another --instance"
+            )
 
 
 def check_storage(cluster: Instance, storage: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvcomm import connect_async
 from kvcomm.client import Client
-from kvcomm.errors import Fenced, KVCommError
+from kvcomm.errors import Fenced
 from kvcomm.lease import LeaseHeld
 from tests.system.conftest import Cluster, eventually
 from tests.system.lab import WallClock, faketime_library
@@ -27,7 +27,7 @@ TTL_S = 3.0
 HOLDER = """
 import sys, threading, time
 from kvcomm import connect
-from kvcomm.errors import Fenced, KVCommError
+from kvcomm.errors import Fenced
 from kvcomm.lease import LeaseLost
 
 config, instance, name = sys.argv[1:]
@@ -52,20 +52,6 @@ with connect(config, instance=instance) as kv:
         except Fenced:
             print("refused", flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def voting(kv: Client) -> None:
-    """The shards vote a moment after they have come up."""
-
-    def votes() -> bool:
-        try:
-            kv.strong("probe").put("k", b"v")
-        except KVCommError:
-            return False
-        return True
-
-    eventually(votes)
 
 
 @contextmanager

@@ -19,20 +19,6 @@ from tests.system.conftest import Cluster, eventually
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-@pytest.fixture(autouse=True)
-def voting(kv: Client) -> None:
-    """The shards vote a moment after they have come up."""
-
-    def votes() -> bool:
-        try:
-            kv.strong("probe").put("k", b"v")
-        except KVCommError:
-            return False
-        return True
-
-    eventually(votes)
-
-
 def test_values_are_changed_under_their_versions(kv: Client) -> None:
     strong = kv.strong("ordinary")
     assert strong.read("k").value is None

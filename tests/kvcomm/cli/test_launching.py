@@ -26,6 +26,7 @@ from kvcomm.wire.messages import (
     RingNode,
     RingTransition,
     ScaleOrder,
+    ShardMove,
 )
 
 PATIENCE_S = 10.0
@@ -103,9 +104,14 @@ def view(ring: RingMap | None, nodes: Sequence[NodeView], leader: str = "control
     return ClusterView("controller-0", leader, 1, "whole", ring, list(nodes), [])
 
 
-def heard(node: str, epoch: int = 7, state: str = "alive", port: int = 1) -> NodeView:
+def heard(
+    node: str, epoch: int = 7, state: str = "alive", port: int = 1, strong: int | None = None
+) -> NodeView:
     role = node.partition("-")[0]
-    return NodeView(node, role, "rack-0", state, 0.1, epoch, 1, [], True, address=f"tcp://h:{port}")
+    move = ShardMove(strong_epoch=epoch if strong is None else strong) if role == "shard" else None
+    return NodeView(
+        node, role, "rack-0", state, 0.1, epoch, 1, [], True, move=move, address=f"tcp://h:{port}"
+    )
 
 
 ALL = [heard("pool-0", 0), heard("shard-0"), heard("shard-1")]
@@ -126,6 +132,7 @@ ALL = [heard("pool-0", 0), heard("shard-0"), heard("shard-1")]
         (view(ring(["shard-0", "shard-1"]), [*ALL[:2], heard("shard-1", 6)]), False),
         (view(ring(["shard-0", "shard-1"]), [*ALL[:2], heard("shard-1", state="suspect")]), False),
         (view(ring(["shard-0", "shard-1"]), [*ALL[:2], heard("shard-1", port=2)]), False),  # it has moved
+        (view(ring(["shard-0", "shard-1"]), [*ALL[:2], heard("shard-1", strong=6)]), False),  # has no vote
     ],
 )
 def test_it_is_ready_when_all_work_by_the_leaders_map(
@@ -134,6 +141,16 @@ def test_it_is_ready_when_all_work_by_the_leaders_map(
     up = Played(instance, settings("{shards: 2, replicas: 2}"))
     up.view = told
     assert asyncio.run(up._serves(up._server.supervisor.plan)) is serves
+
+
+def test_shards_that_never_vote_again_are_waited_for_a_while(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after most disks of a cluster were lost: its other records serve."""
+    up = Played(instance, settings("{shards: 2, replicas: 2}"))
+    up.view = view(ring(["shard-0", "shard-1"]), [*ALL[:2], heard("shard-1", strong=0)])
+    monkeypatch.setattr(launching, "STRONG_PATIENCE_S", 0.0)
+    assert asyncio.run(up._serves(up._server.supervisor.plan))
 
 
 def scaled(up: Played, orders: int, done: bool = True) -> None:

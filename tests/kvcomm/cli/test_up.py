@@ -44,7 +44,7 @@ def test_a_pool_that_nobody_can_reach_is_told_at_the_start(
 
 def ring(shards: int, replicas: int) -> RingMap:
     nodes = [RingNode(f"shard-{index}", "tcp://h:1", "", "", "r", 1) for index in range(shards)]
-    return RingMap(7, replicas, 1, 1, 1, nodes, [])
+    return RingMap(7, replicas, 2, 1, 1, nodes, [])
 
 
 def cluster(text: str) -> ClusterConfig:
@@ -53,13 +53,22 @@ def cluster(text: str) -> ClusterConfig:
 
 def test_the_first_run_and_the_same_placement_are_fine() -> None:
     check_placement(None, cluster("{shards: 5}"))
-    check_placement(ring(3, 3), cluster("{shards: 3, pools: 2, write_quorum: 1, block_copies: 2}"))
+    check_placement(ring(3, 3), cluster("{shards: 3, pools: 2, controllers: 3}"))
     check_placement(ring(3, 3), cluster("{shards: 5}"))
 
 
-def test_records_are_not_made_to_disappear() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.replicas: 3"):
-        check_placement(ring(3, 3), cluster("{shards: 3, replicas: 2}"))
+@pytest.mark.parametrize(
+    ("given", "before"),
+    [
+        ("replicas: 2", "replicas: 3"),
+        ("write_quorum: 1", "write_quorum: 2"),
+        ("read_quorum: 2", "read_quorum: 1"),
+        ("block_copies: 2", "block_copies: 1"),
+    ],
+)
+def test_a_number_that_would_have_no_effect_is_refused(given: str, before: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{before}"):
+        check_placement(ring(3, 3), cluster("{shards: 3, " + given + "}"))
 
 
 def stored(where: Path, *, before: Path | None = None, ran: bool = True) -> Instance:
