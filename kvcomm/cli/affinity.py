@@ -11,6 +11,7 @@ import typer
 from kvcomm.cli.cluster import fields
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from kvcomm.wire.messages import AffinityView
@@ -65,11 +66,10 @@ def _rooms(texts: list[str]) -> dict[str, int]:
 
 
 def _show(view: AffinityView) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = open_console()
     if view.agents:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for column in ("agent", "rack", "better", "traffic", "gain"):

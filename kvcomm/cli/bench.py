@@ -13,6 +13,7 @@ import typer
 
 from kvcomm.cli.options import AddressOption, ConfigOption, InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from kvcomm.client import Client
@@ -109,7 +110,6 @@ def _row(what: str, call: Callable[[], int], rounds: int, size_bytes: int) -> di
 
 
 def _show(rows: list[dict[str, Any]], title: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, box=None, padding=(0, 2, 0, 0))
@@ -120,4 +120,4 @@ def _show(rows: list[dict[str, Any]], title: str) -> None:
         table.add_row(
             row["what"], str(row["blocks"]), f"{row['seconds'] * 1e3:.2f} ms", rate, f"{row['x_memcpy']:.2f}"
         )
-    Console().print(table)
+    open_console().print(table)

@@ -24,6 +24,7 @@ from kvcomm import __version__
 from kvcomm.cli.finding import Finding
 from kvcomm.cli.options import ConfigOption, InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 from kvcomm.errors import ConfigError
 from kvcomm.wire.address import parse_address
 
@@ -78,7 +79,6 @@ class Visit:
 
 
 def _show(findings: list[Finding], tried: list[PoolTrials]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -89,7 +89,7 @@ def _show(findings: list[Finding], tried: list[PoolTrials]) -> None:
     for finding in findings:
         verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(finding.subject, verdict, escape(finding.text))
-    console = Console()
+    console = open_console()
     console.print(table)
     for each in tried:
         console.print()

@@ -13,6 +13,7 @@ from kvcomm.cli.circle import FORMS
 from kvcomm.cli.cluster import fields
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from kvcomm.wire.messages import Message, OperationView, PlannedMove
@@ -190,7 +191,6 @@ def _say(as_json: bool, document: dict[str, Any], text: str) -> None:
 
 
 def _show(moves: Sequence[PlannedMove], what: str) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -207,4 +207,4 @@ def _show(moves: Sequence[PlannedMove], what: str) -> None:
             size_text(each.record_bytes + each.block_bytes),
             f"{each.seconds:.0f} s",
         )
-    Console().print(table)
+    open_console().print(table)

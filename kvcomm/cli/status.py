@@ -13,6 +13,7 @@ import typer
 
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from kvcomm.instance import Instance, Survey
@@ -169,10 +170,10 @@ def _missing(instance: str, survey: Survey) -> Iterator[dict[str, Any]]:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """One table an instance, narrow enough for 80 columns."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    console = open_console()
     for instance in dict.fromkeys(row["instance"] for row in rows):
         table = Table(box=None, padding=(0, 1, 0, 0), title=f"instance {instance}", title_justify="left")
         for column in (
@@ -191,9 +192,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if row["instance"] == instance:
                 table.add_row(row["node"], str(row["pid"] or "-"), *map(escape, _cells(row)))
-        Console().print(table)
+        console.print(table)
         for line in _lines(row for row in rows if row["instance"] == instance):
-            Console().print(escape(f"  {line}"), highlight=False, soft_wrap=True)
+            console.print(escape(f"  {line}"), highlight=False, soft_wrap=True)
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

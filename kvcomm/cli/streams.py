@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcomm.cli.options import JsonOption
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from kvcomm.streams.timeline import Happening, Stretch, Timeline
@@ -91,9 +92,8 @@ def _tree(told: Timeline) -> dict[str, Any]:
 
 
 def _show(file: Path, found: dict[int, Timeline], damage: str, *, alone: bool) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = open_console(highlight=False)
     if alone:
         for each in found.values():
             for line in _head(each):

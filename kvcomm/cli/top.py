@@ -14,6 +14,7 @@ import typer
 from kvcomm.cli.cluster import document, lines, was_drained
 from kvcomm.cli.options import InstanceOption, JsonOption
 from kvcomm.cli.sizes import size_text
+from kvcomm.cli.tables import open_console
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from kvcomm.wire.messages import ClusterView, NodeView
 
 STATES = {"alive": "green", "suspect": "yellow", "dead": "red", "unknown": "yellow"}
-FILE_CELLS = 1000
-"""Where stdout is no terminal: lines are for programs then, and none is broken."""
 
 
 def top(
@@ -40,13 +39,12 @@ def top(
 
     Rates are of the time since a node's last heartbeat.
     """
-    from rich.console import Console
     from rich.live import Live
 
     from kvcomm.cli.operators import operators
 
     is_screen = sys.stdout.isatty()
-    console = Console(width=None if is_screen else FILE_CELLS)
+    console = open_console()
     with operators(instance) as asked:
         looks = _looks(asked, interval, once)
         first = next(looks)
