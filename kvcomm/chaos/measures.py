@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NEVER: Final = inf
 REQUEST_TIMEOUT_S: Final = 0.5
 """Of the clusters that stories are told on; below the shipped 2 s, for shorter stories."""
+CALM_S: Final = 5.0
+"""After it was hurt a host may be suspect for so long."""
 SLACK_S = 0.3
 """That a call may be late where processes share two cores."""
 
@@ -62,6 +64,8 @@ MEASURES: dict[str, str] = {
     "terms_doubled": "terms of the controllers under which two leaders were named",
     "epochs": "epochs of the ring that were seen",
     "leader_changes": "times that the controllers' leader was another one than before",
+    "false_alarms": "hosts that the controllers' leader called suspect or dead though they were not hurt"
+    f" in the last {CALM_S:g} s, outside partitions",
     "leader_back_s": "from the first fault until some controller names a leader of a later term, or the same "
     "again",
     "lag_s": "longest time for which a process of clients was late by itself, for want of processor time: "
@@ -399,6 +403,17 @@ def _leader_back_s(judged: _Judged) -> float | None:
     return min(later, default=judged.first_fault) - judged.first_fault
 
 
+def _false_alarms(judged: _Judged) -> float | None:
+    observed, alarmed, seen = judged.observed, set[str](), False
+    for sample in observed.samples:
+        lately = [each for each in observed.episodes if each.begin <= sample.at <= each.end + CALM_S]
+        if sample.suspects is None or any(each.cuts for each in lately):
+            continue
+        seen = True
+        alarmed |= set(sample.suspects).difference(*(each.hurt for each in lately))
+    return float(len(alarmed)) if seen else None
+
+
 def _lag_s(judged: _Judged) -> float | None:
     return max((sample.late_s for sample in judged.observed.samples), default=None)
 
@@ -436,6 +451,7 @@ _LOOKS: dict[str, Callable[[_Judged], float | None]] = {
     "terms_doubled": _terms_doubled,
     "epochs": _epochs,
     "leader_changes": _leader_changes,
+    "false_alarms": _false_alarms,
     "leader_back_s": _leader_back_s,
     "lag_s": _lag_s,
     "orders_open": _orders_open,

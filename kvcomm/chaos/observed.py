@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Final, Literal
@@ -45,6 +45,8 @@ class Sample(msgspec.Struct, frozen=True):
     mode: str = ""
     late_s: float = 0.0
     """The longest that the host's clients were late by themselves so far."""
+    suspects: list[str] | None = None
+    """Whom the leading controller calls suspect or dead; ``None`` = it is not this host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Episode:
     sides: tuple[tuple[str, ...], ...]
     """Hosts that were still together; one side = the network was whole."""
     cuts: frozenset[Cut] = frozenset()
+    hurt: frozenset[str] = frozenset()
+    """Hosts of which something was paused, ended or throttled."""
 
     @property
     def parted(self) -> bool:
@@ -73,6 +77,11 @@ class Episode:
 
     def side_of(self, node: str) -> tuple[str, ...]:
         return next(side for side in self.sides if node in side)
+
+
+def hurt_by(broken: Iterable[str]) -> frozenset[str]:
+    """Hosts of an :class:`Episode` that are hurt, of what is broken: ``down n1 shard``, ``slow n2``."""
+    return frozenset(each.split()[1] for each in broken if " " in each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,22 @@ class Slow(Step, frozen=True, tag="slow"):
     kbit_s: Annotated[int, msgspec.Meta(ge=64)]
 
 
+class Throttle(Step, frozen=True, tag="throttle"):
+    """Limit the processor time of a host's processes, of each part together.  Replaces an earlier limit."""
+
+    node: str
+    percent: Annotated[float, msgspec.Meta(ge=1, le=100)]
+    """Of one core."""
+    part: Part = "all"
+
+
+class Unthrottle(Step, frozen=True, tag="unthrottle"):
+    """Let them have all that there is again."""
+
+    node: str
+    part: Part = "all"
+
+
 class ControllerOrder(Step, frozen=True, kw_only=True):
     """An operator's order."""
 
@@ -125,7 +141,10 @@ class Drain(ControllerOrder, frozen=True, tag="drain", kw_only=True):
     node: str
 
 
-AnyStep = Cut | Heal | Pause | Resume | Kill | Stop | Restart | Loss | Slow | Scale | Move | Drain
+AnyStep = (
+    Cut | Heal | Pause | Resume | Kill | Stop | Restart | Throttle | Unthrottle | Loss | Slow
+    | Scale | Move | Drain
+)  # fmt: skip
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -250,22 +269,23 @@ def _problems(scenario: Scenario) -> Iterator[str]:
 
 
 def _unpaired(steps: Sequence[AnyStep]) -> Iterator[str]:
-    """What is to go on was paused, what is to start again was killed or stopped before, by the same name."""
-    paused: set[tuple[str, Part]] = set()
-    ended: set[tuple[str, Part]] = set()
+    """What is to be undone was done before, to what has the same name."""
+    done: set[tuple[str, str, Part]] = set()
     for number, step in enumerate(steps, start=1):
-        if isinstance(step, Pause):
-            paused.add((step.node, step.part))
-        elif isinstance(step, Kill | Stop):
-            ended.add((step.node, step.part))
-        elif isinstance(step, Resume | Restart):
-            goes_on = isinstance(step, Resume)
-            if (step.node, step.part) not in (paused if goes_on else ended):
-                done = "paused" if goes_on else "killed or stopped"
-                yield (
-                    f"step {number} ({type(step).__name__.lower()}): no step above it {done} "
-                    f"{step.node}, part {step.part}"
-                )
+        match step:
+            case Pause():
+                done.add(("paused", step.node, step.part))
+            case Kill() | Stop():
+                done.add(("killed or stopped", step.node, step.part))
+            case Throttle():
+                done.add(("throttled", step.node, step.part))
+            case Resume() | Restart() | Unthrottle():
+                undone = {Resume: "paused", Restart: "killed or stopped", Unthrottle: "throttled"}[type(step)]
+                if (undone, step.node, step.part) not in done:
+                    yield (
+                        f"step {number} ({type(step).__name__.lower()}): no step above it {undone} "
+                        f"{step.node}, part {step.part}"
+                    )
 
 
 def _problems_of(step: AnyStep, scenario: Scenario) -> Iterator[str]:

@@ -30,6 +30,8 @@ from kvcomm.chaos.scenario import (
     Scenario,
     Slow,
     Stop,
+    Throttle,
+    Unthrottle,
 )
 from kvcomm.chaos.shapes import draw_shape
 from kvcomm.errors import ConfigError
@@ -320,8 +322,23 @@ def _short_pauses(hold_s: float, seed: int) -> Scenario:
         "A node stands still for a second, again and again, as in a long garbage collection: it is not "
         "replaced, and the leader stays.",
         steps,
-        [*UNTOUCHED, *_most(epochs=1, leader_changes=0)],
+        [*UNTOUCHED, *_most(epochs=1, leader_changes=0, false_alarms=0)],
         faults=[22],
+    )
+
+
+def _cpu_quota(hold_s: float, seed: int) -> Scenario:
+    return Scenario(
+        "cpu-quota",
+        "The host of the controllers' leader gets a tenth of a core: it is not replaced and suspects nobody "
+        "else, and the others do not wait for it.",
+        [Throttle(at_s=WARM_S, node=LEADER, percent=10), Unthrottle(at_s=WARM_S + hold_s, node=LEADER)],
+        [
+            *UNTOUCHED,
+            *_most(epochs=1, false_alarms=0, leader_changes=1, strong_gap_s=1.0, first_good_s=1.5),
+            *_least(eventual_share=0.95),
+        ],
+        faults=[46],
     )
 
 
@@ -500,6 +517,7 @@ SCENARIOS: Final[dict[str, Entry]] = {
     "rolling-kill": Entry(_rolling_kill, 5.0),
     "pause-shard": Entry(_pause_shard, 10.0),
     "short-pauses": Entry(_short_pauses, 15.0),
+    "cpu-quota": Entry(_cpu_quota, 20.0),
     "pause-leader": Entry(_pause_leader, 12.0),
     "ray-head": Entry(_ray_head, 0.0),
     "control-service": Entry(_control_service, 10.0),

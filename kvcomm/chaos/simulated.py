@@ -17,7 +17,7 @@ from kvcomm.chaos.history import History
 from kvcomm.chaos.keys import clients_of
 from kvcomm.chaos.measures import measure
 from kvcomm.chaos.nemesis import Nemesis
-from kvcomm.chaos.observed import Episode, Mark, Observed, Sample
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, hurt_by
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import StrongWorkload
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
@@ -39,6 +39,8 @@ from kvcomm.chaos.scenario import (
     Scenario,
     Slow,
     Stop,
+    Throttle,
+    Unthrottle,
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
@@ -71,6 +73,8 @@ def run_in_simulator(scenario: Scenario, seed: int = 0) -> Report:
         return skipped(scenario, "simulator", seed, "the simulator's network has no bandwidth")
     if any(isinstance(step, Stop) for step in scenario.steps):
         return skipped(scenario, "simulator", seed, "the simulator's processes end by crashing only")
+    if any(isinstance(step, Throttle) for step in scenario.steps):
+        return skipped(scenario, "simulator", seed, "the simulator's processes have no processor to share")
     story = _Story(scenario, seed)
     try:
         observed = story.tell()
@@ -299,7 +303,7 @@ class _Story:
                              [f"down {node} {step.part}"])  # fmt: skip
             case Scale() | Move() | Drain():
                 self._order(step, node)
-            case Slow() | Stop():
+            case Slow() | Stop() | Throttle() | Unthrottle():
                 raise AssertionError("skipped before")
 
     def _hurt(self, step: Pause | Kill, node: str, what: str) -> None:
@@ -362,7 +366,8 @@ class _Story:
         if self._broken:
             cuts = frozenset[Direction]().union(*self._broken.values())
             nodes = self._scenario.node_names
-            self._episodes.append(Episode(self._since, now, sides(nodes, cuts), cuts))
+            parted = sides(nodes, cuts)
+            self._episodes.append(Episode(self._since, now, parted, cuts, hurt_by(self._broken)))
 
     def _mend(self) -> None:
         self._close_episode(self.cluster.world.now)
@@ -429,9 +434,13 @@ class _Story:
             view = controllers.view(node) if node in controllers.names else None
             shard = self.cluster.shard(node) if view is None and node in self.cluster.names else None
             if view is not None:
+                suspects = [each.node for each in view.nodes if each.state in ("suspect", "dead")]
                 self._samples.append(
-                    Sample(now, self._host_of(node), leader=view.leader, term=view.term, mode=view.mode)
-                )
+                    Sample(
+                        now, self._host_of(node), leader=view.leader, term=view.term, mode=view.mode,
+                        suspects=[*map(self._host_of, suspects)] if view.leader == node else None,
+                    )
+                )  # fmt: skip
                 self._follow(view)
             elif shard is not None and shard.machine.ring.epoch:
                 ring_map = shard.machine.ring.to_map()

@@ -241,6 +241,7 @@ class Agent:
 
     async def _sample(self, at: float) -> Sample:
         epoch, digest, leader, term, mode = 0, "", "", 0, ""
+        suspects: list[str] | None = None
         try:
             ring = await self._ask(self.nodes, self.setup.seeds[0], RingGet(), SAMPLE_TIMEOUT_S)
             assert isinstance(ring, RingMap)
@@ -254,7 +255,9 @@ class Agent:
                 continue
             assert isinstance(view, ClusterView)
             leader, term, mode = view.leader, view.term, view.mode
-        return Sample(at, self.setup.node, epoch, digest, leader, term, mode, self.work.late_s)
+            if view.leader == view.controller:
+                suspects = [each.node for each in view.nodes if each.state in ("suspect", "dead")]
+        return Sample(at, self.setup.node, epoch, digest, leader, term, mode, self.work.late_s, suspects)
 
     async def _save(self) -> None:
         history = self.work.history.encoded()

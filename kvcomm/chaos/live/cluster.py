@@ -23,6 +23,7 @@ from kvcomm.chaos.live.loopback import Endpoint, Loopback
 from kvcomm.chaos.live.namespaces import Namespaces
 from kvcomm.chaos.live.orders import AnyAnswer, AnyOrder, Drop, Setup
 from kvcomm.chaos.live.process import Agent, Process
+from kvcomm.chaos.live.quotas import Quotas
 from kvcomm.chaos.measures import REQUEST_TIMEOUT_S
 from kvcomm.chaos.scenario import Part, Scenario, Step
 from kvcomm.chaos.shapes import Cut
@@ -103,6 +104,8 @@ class Cluster:
         self._processes: dict[tuple[str, str], Process] = {}
         """By host and role."""
         self.agents: dict[str, Agent] = {}
+        self._quotas = Quotas()
+        self._ends.callback(self._quotas.close)
         self._paused: set[tuple[str, str]] = set()
         self._ports: dict[str, int] = {}
         """Of controllers whose hosts share an address."""
@@ -179,6 +182,14 @@ class Cluster:
         for role in self._roles(node, part):
             self._processes[node, role].signal(number)
             (self._paused.add if number == signal.SIGSTOP else self._paused.discard)((node, role))
+
+    def throttle(self, node: str, part: Part, percent: float | None) -> None:
+        """Give the processes of a part ``percent`` of one core together; ``None`` = all that there is."""
+        group = f"{node}-{part}"
+        if percent is None:
+            self._quotas.lift(group)
+        else:
+            self._quotas.limit(group, self._pids(node, part), percent)
 
     def await_back(self, node: str, part: Part) -> str:
         """Wait until a host's restarted processes serve; the address of its shard, "" if it has none.
@@ -281,6 +292,9 @@ class Cluster:
 
     def _chosen(self, node: str, part: Part) -> list[Process]:
         return [self._processes[node, role] for role in self._roles(node, part)]
+
+    def _pids(self, node: str, part: Part) -> list[int]:
+        return [process.pid for process in self._chosen(node, part) if process.alive]
 
     def _process(self, name: str, node: str, command: Sequence[str], *, speaks: bool = False) -> Process:
         variables = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}

@@ -92,6 +92,10 @@ class RunningCluster(Cluster):
                 if number == signal.SIGSTOP:
                     self._paused.add((node, role))
 
+    def _pids(self, node: str, part: Part) -> list[int]:
+        records = [self._node_record(self._names[node, role]) for role in self._roles(node, part)]
+        return [each.pid for each in records if process_start_time(each.pid) == each.pid_start_time]
+
     def await_back(self, node: str, part: Part) -> str:
         names = [self._names[node, role] for role in self._roles(node, part)]
         before = {name: self._hurt[name].pid for name in names if name in self._hurt}

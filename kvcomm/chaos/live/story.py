@@ -21,7 +21,7 @@ from kvcomm.chaos.live.cluster import Cluster
 from kvcomm.chaos.live.orders import Begin, Done, End, Look, Phase, Save, States, Stored, Told
 from kvcomm.chaos.live.running import RunningCluster
 from kvcomm.chaos.measures import measure
-from kvcomm.chaos.observed import Episode, Mark, Observed, Sample
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, hurt_by
 from kvcomm.chaos.registers import KINDS
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
@@ -44,6 +44,8 @@ from kvcomm.chaos.scenario import (
     Scenario,
     Slow,
     Stop,
+    Throttle,
+    Unthrottle,
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
@@ -110,7 +112,7 @@ def tell(
 
 def unable(scenario: Scenario, backend: str) -> str:
     """Why ``scenario`` cannot be run there; empty = it can."""
-    from kvcomm.chaos.live import namespaces
+    from kvcomm.chaos.live import namespaces, quotas
     from kvcomm.chaos.live.loopback import Loopback
 
     if scenario.skipped:
@@ -122,7 +124,7 @@ def unable(scenario: Scenario, backend: str) -> str:
     if needs:
         names = " and ".join(sorted(kind.__name__.lower() for kind in needs))
         return f"{backend} cannot make {names}; run it in namespaces"
-    return ""
+    return quotas.missing() if any(isinstance(step, Throttle) for step in scenario.steps) else ""
 
 
 def _sweep() -> None:
@@ -219,6 +221,14 @@ class _Story:
                 stop = lambda: cluster.stop(node, step.part)  # noqa: E731
                 broken = {f"down {node} {step.part}": frozenset()}
                 self._change("fault", f"stop {node} {step.part}", stop, broken)
+            case Throttle():
+                what = f"throttle {node} {step.part} to {step.percent:g} %"
+                limit = lambda: cluster.throttle(node, step.part, step.percent)  # noqa: E731
+                self._change("fault", what, limit, {f"throttled {node} {step.part}": frozenset()})
+            case Unthrottle():
+                free = lambda: cluster.throttle(node, step.part, None)  # noqa: E731
+                what = f"unthrottle {node} {step.part}"
+                self._change("heal", what, free, {}, [f"throttled {node} {step.part}"])
             case Restart():
                 again = lambda: self._restart(node, step.part)  # noqa: E731
                 self._change("heal", f"restart {node} {step.part}", again, {}, [f"down {node} {step.part}"])
@@ -323,10 +333,10 @@ class _Story:
         node = getattr(step, "node", "")
         if node != LEADER:
             return str(node)
-        if isinstance(step, Resume | Restart):
+        if isinstance(step, Resume | Restart | Unthrottle):
             return self._leader_then[step.part]
         leader = self._leader()
-        if isinstance(step, Pause | Kill | Stop):
+        if isinstance(step, Pause | Kill | Stop | Throttle):
             self._leader_then[step.part] = leader
         return leader
 
@@ -355,7 +365,8 @@ class _Story:
     def _close_episode(self, now: float) -> None:
         if self._broken:
             cuts = frozenset[Direction]().union(*self._broken.values())
-            self._episodes.append(Episode(self._since, now, sides(self._cluster.nodes, cuts), cuts))
+            parted = sides(self._cluster.nodes, cuts)
+            self._episodes.append(Episode(self._since, now, parted, cuts, hurt_by(self._broken)))
 
     def _mend(self) -> None:
         """What a scenario leaves broken is mended to look at what is left."""
@@ -364,6 +375,9 @@ class _Story:
         cluster = self._cluster
         self._close_episode(time.monotonic())
         for each in list(self._broken):
+            if each.startswith("throttled"):
+                _, node, part = each.split()
+                cluster.throttle(node, part, None)  # type: ignore[arg-type]
             if each.startswith("down"):
                 _, node, part = each.split()
                 cluster.signal(node, part, signal.SIGCONT)  # type: ignore[arg-type]
@@ -486,12 +500,19 @@ class _Story:
         return history
 
     def _samples(self) -> list[Sample]:
+        """With hosts in the place of their processes."""
         decoder = msgspec.json.Decoder(Sample)
         return [
-            decoder.decode(line)
+            self._by_hosts(decoder.decode(line))
             for node in self._cluster.nodes
             for line in self._cluster.samples_path(node).read_bytes().splitlines()
         ]
+
+    def _by_hosts(self, sample: Sample) -> Sample:
+        if sample.suspects is None:
+            return sample
+        hosts = {self._cluster.host_of(each) for each in sample.suspects}
+        return msgspec.structs.replace(sample, suspects=sorted(hosts))
 
     @staticmethod
     def _keys(history: History) -> tuple[list[str], list[str]]:
@@ -516,11 +537,16 @@ def _last_heal(scenario: Scenario) -> int | None:
             case Pause() | Kill() | Stop():
                 broken.add(f"{step.node} {step.part}")
                 last = None
+            case Throttle():
+                broken.add(f"throttled {step.node} {step.part}")
+                last = None
             case Heal():
                 broken.discard("network")
             case Resume() | Restart():
                 broken.discard(f"{step.node} {step.part}")
-        if last is None and not broken and isinstance(step, Heal | Resume | Restart):
+            case Unthrottle():
+                broken.discard(f"throttled {step.node} {step.part}")
+        if last is None and not broken and isinstance(step, Heal | Resume | Restart | Unthrottle):
             last = number
     return last
 

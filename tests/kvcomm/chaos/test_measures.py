@@ -11,7 +11,7 @@ import pytest
 from kvcomm.chaos.eventual import Ending, Replica
 from kvcomm.chaos.history import History, Invoked, Outcome, Returned, Seen, Stored, Write
 from kvcomm.chaos.measures import MEASURES, NEVER, measure
-from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, bins_of, calls_of
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, bins_of, calls_of, hurt_by
 from kvcomm.chaos.picture import draw_timeline
 from kvcomm.chaos.report import Report, report_of, skipped
 from kvcomm.chaos.scenario import Load, Promise, Scenario
@@ -189,6 +189,20 @@ def test_epochs_terms_and_leaders() -> None:
     assert Told().values(samples=samples[:2])["leader_back_s"] == NEVER
     quiet = Told().values()
     assert (quiet["epochs"], quiet["leader_back_s"], quiet["terms_doubled"]) == (None, None, None)
+
+
+def test_who_was_not_hurt_is_not_to_be_suspected() -> None:
+    def alarms(at: float, *suspects: str, episode: Episode) -> float | None:
+        samples = [Sample(at, "n1", suspects=[*suspects])]
+        return Told().values(samples=samples, episodes=[episode])["false_alarms"]
+
+    hurt = Episode(10.0, 20.0, sides(NODES, frozenset()), hurt=hurt_by(["down n2 shard", "loss"]))
+    assert alarms(15.0, "n2", episode=hurt) == alarms(24.0, "n2", episode=hurt) == 0
+    assert alarms(26.0, "n2", episode=hurt) == alarms(9.0, "n2", episode=hurt) == 1
+    assert alarms(15.0, "n2", "n3", "n4", episode=hurt) == 2
+    assert alarms(15.0, "n3", episode=SPLIT) is None, "behind a cut everybody is silent"
+    assert alarms(30.0, "n3", episode=SPLIT) == 1
+    assert Told().values(samples=[Sample(1.0, "n2")])["false_alarms"] is None, "it does not lead"
 
 
 def test_latencies_are_compared_with_the_quiet_ones() -> None:

@@ -84,6 +84,16 @@ def test_a_file_of_a_user() -> None:
             {"steps": [{"do": "pause", "at_s": 1, "node": "n1"}, {"do": "restart", "at_s": 2, "node": "n1"}]},
             "no step above it killed or stopped n1",
         ),
+        ({"steps": [{"do": "throttle", "at_s": 1, "node": "n1", "percent": 0}]}, r"\$\.steps\[0\]\.percent"),
+        (
+            {
+                "steps": [
+                    {"do": "throttle", "at_s": 1, "node": "n1", "percent": 10, "part": "shard"},
+                    {"do": "unthrottle", "at_s": 2, "node": "n1"},
+                ]
+            },
+            "no step above it throttled n1, part all",
+        ),
         ({"promises": [{"measure": "equal_s", "at_most": float("nan")}]}, "is not a number"),
     ],
 )
