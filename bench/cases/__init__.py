@@ -22,6 +22,7 @@ CASES = (
     "hot_record",
     "affinity",
     "penetration",
+    "overload",
     "footprint",
 )
 """In the order of the report."""

@@ -320,7 +320,8 @@ class Lab(Cluster):
         try:
             yield record
         finally:
-            os.kill(record.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it was killed meanwhile
+                os.kill(record.pid, signal.SIGCONT)
 
     @property
     def _output(self) -> Path:

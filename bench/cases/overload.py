@@ -1,0 +1,124 @@
+"""Fault 45: twice as many calls as the cluster can do, for half a minute, and half as many after that.
+
+The shards get a few percent of a core each, so that two cores are enough to ask too much of them.  The peak,
+which the rest is held against, is what as many callers as help get done when each waits for its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.openloop import Act, Calls, closed_loop, failures_text, open_loop
+from bench.report import Report
+from bench.scale import SMOKE, Scale
+from bench.timing import Spread
+from kvcomm.chaos.live import quotas
+from kvcomm.instance import Instance
+
+SHARD_PERCENT = 4.0
+"""Of a core.  A client process does several thousand calls a second at best; what is to be too much for the
+shards must be no trouble to it."""
+CALLERS = 128
+PEAK_S, OVER_S, AFTER_S = 8.0, 30.0, 20.0
+ROUNDS = 3
+SETTLED_S = 5.0
+"""Goodput under overload is that of the time after this: until then the sockets' buffers take what is too
+much."""
+TIMES_OVER, TIMES_AFTER = 2.0, 0.5
+STEADY_SHARE = 0.9
+KEYS, VALUE = 500, b"v" * 128
+PUT_EACH = 5
+"""Every so many calls one writes."""
+DEADLINE_S = 2.0
+LATE_MAX_S = 1.0
+"""Clients that were later than this by themselves had too much to do, and measured that."""
+_CONFIG = """
+cache: {l2_size: 16MiB, l3_size: 32MiB}
+cluster: {shards: 3, pools: 0}
+storage: {fsync: interval}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A peak, what came of twice as much, and what came of half as much after it."""
+
+    peak: Calls
+    over: Calls
+    after: Calls
+
+
+def run(scale: Scale) -> Report:
+    report = Report("overload", "Twice as many calls of records as the cluster can do")
+    if why := quotas.missing():
+        report.skip("twice as many calls as three shards can do", why)
+        return report
+    rounds, shorter = (1, 0.05) if scale is SMOKE else (ROUNDS, 1.0)
+    turns = asyncio.run(_turns(rounds, shorter))
+    settled_s = SETTLED_S * shorter
+    goodput = [turn.over.rate(settled_s) / turn.peak.rate() for turn in turns]
+    report.claim("calls done in time at twice the peak, over the peak", ">=", 0.8, "x", Spread.of(goodput))
+    steady = [1e3 * turn.after.steady_after_s(TIMES_AFTER * turn.peak.rate(), STEADY_SHARE) for turn in turns]
+    report.claim(
+        f"until {STEADY_SHARE:.0%} of half the peak are done in every second after it", "<=", 10_000.0, "ms",
+        Spread.of(steady),
+    )  # fmt: skip
+    for name, each in (
+        ("peak, 128 callers that wait", [turn.peak for turn in turns]),
+        ("twice the peak", [turn.over for turn in turns]),
+        ("half the peak after it", [turn.after for turn in turns]),
+    ):
+        begun = sum(calls.begun for calls in each)
+        done = sum(len(calls.done_at) for calls in each)
+        report.notes.append(
+            f"{name}: {begun:,} calls, {done:,} done in time, failed: {failures_text(each)}; clients late by "
+            f"themselves by {1e3 * max(calls.late_s for calls in each):.0f} ms at most."
+        )
+    if max(turn.over.late_s for turn in turns) > LATE_MAX_S:
+        report.notes.append("The clients had too much to do themselves: this is no measure of the service.")
+    return report
+
+
+async def _turns(rounds: int, shorter: float) -> list[Turn]:
+    from kvcomm.connect import connect_async
+    from kvcomm.embedded import Embedded
+
+    with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
+        config = Path(directory) / "kvcomm.yaml"
+        config.write_text(_CONFIG)
+        name = f"bench-{secrets.token_hex(4)}"
+        embedded, limits = Embedded.start(name, config, time.monotonic() + 60.0), quotas.Quotas()
+        try:
+            client = await connect_async(config, instance=name)
+            state = client.state("overload")
+            for number in range(KEYS):
+                await state.put(f"k{number}", VALUE)
+
+            async def act(number: int) -> object:
+                key = f"k{number % KEYS}"
+                if number % PUT_EACH:
+                    return await state.get(key, deadline_s=DEADLINE_S)
+                return await state.put(key, VALUE, deadline_s=DEADLINE_S)
+
+            for node in Instance.open(name).nodes():
+                if node.role == "shard":
+                    limits.limit(node.node, [node.pid], SHARD_PERCENT)
+            turns = [await _turn(act, shorter) for _ in range(rounds)]
+            await client.close()
+            return turns
+        finally:
+            limits.close()
+            embedded.stop()
+
+
+async def _turn(act: Act, shorter: float) -> Turn:
+    peak = await closed_loop(act, CALLERS, PEAK_S * shorter)
+    over = await open_loop(act, TIMES_OVER * peak.rate(), OVER_S * shorter)
+    after = await open_loop(act, TIMES_AFTER * peak.rate(), AFTER_S * shorter)
+    await asyncio.sleep(DEADLINE_S)  # what was begun at last comes to its end
+    return Turn(peak, over, after)
