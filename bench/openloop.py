@@ -38,14 +38,18 @@ class Calls:
         begin = self.begin + first_s
         return sum(begin <= at < self.end for at in self.done_at) / (self.end - begin)
 
-    def steady_after_s(self, rate: float, share: float) -> float:
-        """The second from which on in every second ``share`` of ``rate`` was done; all of them = never."""
+    def steady_after_s(self, rate: float, share: float, over: int) -> float:
+        """The second from which on ``share`` of ``rate`` was done over any ``over`` seconds; all of them =
+        never."""
         seconds = int(self.end - self.begin)
         done = [0] * seconds
         for at in self.done_at:
             if 0 <= int(at - self.begin) < seconds:
                 done[int(at - self.begin)] += 1
-        return float(max((number + 1 for number, each in enumerate(done) if each < share * rate), default=0))
+        for first in range(max(0, seconds - over), -1, -1):
+            if sum(done[first : first + over]) < share * rate * min(over, seconds):
+                return float(seconds if first == max(0, seconds - over) else first + 1)
+        return 0.0
 
 
 async def closed_loop(act: Act, callers: int, seconds: float) -> Calls:

@@ -30,7 +30,8 @@ SETTLED_S = 5.0
 """Goodput under overload is that of the time after this: until then the sockets' buffers take what is too
 much."""
 TIMES_OVER, TIMES_AFTER = 2.0, 0.5
-STEADY_SHARE = 0.9
+STEADY_SHARE, STEADY_S = 0.8, 5
+"""A shard with so little of a core needs seconds for what it does in the background as well."""
 KEYS, VALUE = 500, b"v" * 128
 PUT_EACH = 5
 """Every so many calls one writes."""
@@ -63,11 +64,12 @@ def run(scale: Scale) -> Report:
     settled_s = SETTLED_S * shorter
     goodput = [turn.over.rate(settled_s) / turn.peak.rate() for turn in turns]
     report.claim("calls done in time at twice the peak, over the peak", ">=", 0.8, "x", Spread.of(goodput))
-    steady = [1e3 * turn.after.steady_after_s(TIMES_AFTER * turn.peak.rate(), STEADY_SHARE) for turn in turns]
-    report.claim(
-        f"until {STEADY_SHARE:.0%} of half the peak are done in every second after it", "<=", 10_000.0, "ms",
-        Spread.of(steady),
-    )  # fmt: skip
+    steady = [
+        1e3 * turn.after.steady_after_s(TIMES_AFTER * turn.peak.rate(), STEADY_SHARE, STEADY_S)
+        for turn in turns
+    ]
+    what = f"after it, until {STEADY_SHARE:.0%} of half the peak are done over any {STEADY_S} s"
+    report.claim(what, "<=", 10_000.0, "ms", Spread.of(steady))
     for name, each in (
         ("peak, 128 callers that wait", [turn.peak for turn in turns]),
         ("twice the peak", [turn.over for turn in turns]),

@@ -55,6 +55,6 @@ def test_rates_and_the_second_from_which_on_they_hold() -> None:
     done = [0.5, 1.1, 1.2, 2.1, 2.2, 3.1, 3.2, 9.0]
     calls = Calls(0.0, 4.0, done_at=done)
     assert calls.rate() == pytest.approx(7 / 4) and calls.rate(2.0) == pytest.approx(2.0)
-    assert calls.steady_after_s(2.0, 0.9) == 1.0, "the first second had one"
-    assert calls.steady_after_s(1.0, 0.9) == 0.0
-    assert calls.steady_after_s(3.0, 0.9) == 4.0, "never"
+    assert calls.steady_after_s(2.0, 0.9, 1) == 1.0, "the first second had one"
+    assert calls.steady_after_s(1.0, 0.9, 1) == calls.steady_after_s(2.0, 0.7, 2) == 0.0
+    assert calls.steady_after_s(3.0, 0.9, 1) == calls.steady_after_s(3.0, 0.9, 9) == 4.0, "never"
