@@ -27,7 +27,7 @@ TTL_S = 3.0
 HOLDER = """
 import sys, threading, time
 from kvcomm import connect
-from kvcomm.errors import Fenced
+from kvcomm.errors import Fenced, KVCommError
 from kvcomm.lease import LeaseLost
 
 config, instance, name = sys.argv[1:]
