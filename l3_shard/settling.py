@@ -43,9 +43,11 @@ by majorities of its owners too: while a record's majority by a pending map is a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from kvcomm.errors import Corrupt, KVCommError, Unavailable
 from kvcomm.machine import Origin, Ticket
@@ -61,6 +63,10 @@ from l3_shard.storage import Scan, Scanned
 
 PAGE_KEYS = 64
 """Records that are confirmed before the progress is written."""
+WINDOW_KEYS = 4
+"""Of them at once: each is a round with all its owners, and all shards have theirs to do."""
+REST = 2.0
+"""Times what a window took, until the next: callers' requests go in between."""
 RETRY_S = 0.2
 
 Confirm = Callable[[bytes, Callable[[StrongOutcome], None]], None]
@@ -108,6 +114,13 @@ class Settling:
         """Records of the page that are being confirmed, and the page itself."""
         self._failed = False
         self._page_at = float("-inf")
+        self._keys: deque[bytes] = deque()
+        """Of the page, that are still to be confirmed."""
+        self._resume: bytes | None = None
+        """Where the next page begins; ``None`` = this is the last."""
+        self._window_at = 0.0
+        self._go_on_at = inf
+        """When the next window is begun."""
         self._quiet: tuple[Configuration, Ring] | None = None
         self._fence: tuple[tuple[int, ...], bool] = ((), False)
         """For which configuration our own fence is ordered, and whether it is durable."""
@@ -137,6 +150,8 @@ class Settling:
             self._tell_all()
         elif self._may_scan(known) and self._desk.now >= self._page_at + RETRY_S:
             self._begin_page(known)
+        elif self._desk.now >= self._go_on_at:
+            self._next_window()
 
     def deadline(self) -> float | None:
         """When to :meth:`wake` next."""
@@ -154,6 +169,8 @@ class Settling:
         ]
         if self._may_scan(known):
             waits.append(self._page_at + RETRY_S)
+        if self._go_on_at < inf:
+            waits.append(self._go_on_at)
         return max(self._desk.now, min(waits)) if waits else self._desk.now + RETRY_S
 
     def _is_quiet(self) -> bool:
@@ -256,34 +273,48 @@ class Settling:
         self._scan, known = None, self._membership.configuration
         assert known is not None
         self._failed = bool(event.failure)
-        over = partial(self._page_over, self._scan_maps, event.resume)
         keys = [key for key in event.keys if key != MEMBERSHIP_KEY]
-        keys = [key for key in keys if known.owned_by(self._node, key[TENANT_BYTES:])]
-        self._open_count += len(keys)
-        for key in keys:
-            try:
-                self._confirm(key, partial(self._was_confirmed, over))
-            except KVCommError:
-                self._was_confirmed(over, StrongOutcome(Unavailable.code, b"", None))
-        self._count_down(over)
+        self._keys = deque(key for key in keys if known.owned_by(self._node, key[TENANT_BYTES:]))
+        self._resume = event.resume
+        self._next_window()
         return True
 
-    def _was_confirmed(self, over: Callable[[], None], outcome: StrongOutcome) -> None:
+    def _next_window(self) -> None:
+        """Of a page under a configuration that is not ours any more nothing counts."""
+        self._failed |= self._scan_maps != self._membership.maps
+        self._go_on_at, self._window_at = inf, self._desk.now
+        left = 0 if self._failed else len(self._keys)
+        window = [self._keys.popleft() for _ in range(min(WINDOW_KEYS, left))]
+        self._open_count = 1 + len(window)
+        for key in window:
+            try:
+                self._confirm(key, self._was_confirmed)
+            except KVCommError:
+                self._was_confirmed(StrongOutcome(Unavailable.code, b"", None))
+        self._count_down()
+
+    def _was_confirmed(self, outcome: StrongOutcome) -> None:
         self._failed |= bool(outcome.code)
         self.confirmed_count += not outcome.code
-        self._count_down(over)
+        self._count_down()
 
-    def _count_down(self, over: Callable[[], None]) -> None:
+    def _count_down(self) -> None:
         self._open_count -= 1
-        if not self._open_count:
-            over()
+        if self._open_count:
+            return
+        if self._keys and not self._failed:
+            self._open_count = 1
+            self._go_on_at = self._desk.now + REST * (self._desk.now - self._window_at)
+        else:
+            self._page_over()
 
-    def _page_over(self, maps: tuple[int, ...], resume: bytes | None) -> None:
+    def _page_over(self) -> None:
         """A page counts when all of it was confirmed under one configuration, the one that we still have."""
-        if self._failed or maps != self._membership.maps:
+        self._keys.clear()
+        if self._failed or self._scan_maps != self._membership.maps:
             return
         self._open_count = 1
-        self._membership.progress(maps, resume, self._noted)
+        self._membership.progress(self._scan_maps, self._resume, self._noted)
 
     def _noted(self, error: KVCommError | None) -> None:
         self._open_count = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from kvcomm.wire.messages import (
 )
 from l3_shard import settling
 from l3_shard.ballot import NO_BALLOT
+from l3_shard.changing import Changing
 from l3_shard.configuration import decode
 from l3_shard.settling import Settling
 from l3_shard.storage import Persist, Scan
@@ -63,6 +65,41 @@ def test_until_then_the_old_majority_is_needed():
     world.cuts.clear()
     world.until(world.settled)
     assert done(world, "d", "read").value == b"1"
+
+
+def test_records_are_confirmed_a_few_at_a_time_with_rests_between(monkeypatch: pytest.MonkeyPatch):
+    """All at once they would hold up whoever calls meanwhile."""
+    under_way: Counter[int] = Counter()
+    most, begun_at = 0, list[float]()
+    confirm = Changing.confirm
+
+    def counted(self: Changing, key: bytes, then: Callable[[StrongOutcome], None]) -> None:
+        nonlocal most
+        under_way[id(self)] += 1
+        most = max(most, under_way[id(self)])
+        begun_at.append(world.now)
+
+        def over(outcome: StrongOutcome) -> None:
+            under_way[id(self)] -= 1
+            then(outcome)
+
+        confirm(self, key, over)
+
+    monkeypatch.setattr(Changing, "confirm", counted)
+    monkeypatch.setattr(settling, "WINDOW_KEYS", 1)  # a page of this world has two
+    monkeypatch.setattr(settling, "REST", 50.0)
+    world = calm("abc")
+    for number in range(10):
+        assert done(world, "a", "put", b"1", key=b"k%d" % number).code == ""
+    world.join("d", placed("abc", 1))
+    world.adopt(placed("bcd", 2))
+    world.until(world.settled)
+    assert most == 1
+    hop_s = 0.001
+    assert max(begun_at) - min(begun_at) >= 2 * settling.REST * 2 * hop_s, (
+        "two rests, of windows of a round trip"
+    )
+    assert done(world, "d", "read", key=b"k9").value == b"1"
 
 
 def slept_through() -> tuple[StrongWorld, StrongOutcome]:

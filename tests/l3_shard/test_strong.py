@@ -98,7 +98,13 @@ def test_lost_disks_one_at_a_time(seed):
 
 
 def change(
-    world: StrongWorld, node: str, op: str, value: bytes | None = None, expected: bytes = b""
+    world: StrongWorld,
+    node: str,
+    op: str,
+    value: bytes | None = None,
+    expected: bytes = b"",
+    *,
+    key: bytes = b"k",
 ) -> list[StrongOutcome]:
     """The outcome, once the world has run."""
     answers: list[StrongOutcome] = []
@@ -112,18 +118,24 @@ def change(
 
     epoch = world.map.epoch
     message = (
-        StrongRead(epoch, [b"k"])
+        StrongRead(epoch, [key])
         if op == "read"
-        else StrongChange(epoch, [StrongOrder(b"k", op, expected, value)])
+        else StrongChange(epoch, [StrongOrder(key, op, expected, value)])
     )
     world.call(node, message, then)
     return answers
 
 
 def done(
-    world: StrongWorld, node: str, op: str, value: bytes | None = None, expected: bytes = b""
+    world: StrongWorld,
+    node: str,
+    op: str,
+    value: bytes | None = None,
+    expected: bytes = b"",
+    *,
+    key: bytes = b"k",
 ) -> StrongOutcome:
-    answers = change(world, node, op, value, expected)
+    answers = change(world, node, op, value, expected, key=key)
     while not answers:
         world.run(world.now + 0.01)
     return answers[0]
