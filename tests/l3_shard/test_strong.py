@@ -126,16 +126,9 @@ def change(
     return answers
 
 
-def done(
-    world: StrongWorld,
-    node: str,
-    op: str,
-    value: bytes | None = None,
-    expected: bytes = b"",
-    *,
-    key: bytes = b"k",
-) -> StrongOutcome:
-    answers = change(world, node, op, value, expected, key=key)
+def done(world: StrongWorld, *asked: Any, **more: Any) -> StrongOutcome:
+    """As ``change``, and waited for."""
+    answers = change(world, *asked, **more)
     while not answers:
         world.run(world.now + 0.01)
     return answers[0]
