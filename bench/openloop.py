@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ class Calls:
     end: float
     """No call was begun after it."""
     done_at: list[float] = field(default_factory=list)
-    failed: dict[str, int] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
     """By code of the error."""
     begun: int = 0
     late_s: float = 0.0
@@ -89,15 +90,12 @@ async def _noted(call: Awaitable[object], calls: Calls) -> None:
     try:
         await call
     except KVCommError as error:
-        calls.failed[error.code] = calls.failed.get(error.code, 0) + 1
+        calls.failed[error.code] += 1
     else:
         calls.done_at.append(time.monotonic())
 
 
 def failures_text(all_calls: Sequence[Calls]) -> str:
     """``3 unavailable, 1 refused`` of all of them."""
-    total: dict[str, int] = {}
-    for calls in all_calls:
-        for code, number in calls.failed.items():
-            total[code] = total.get(code, 0) + number
+    total = sum((calls.failed for calls in all_calls), Counter[str]())
     return ", ".join(f"{number:,} {code}" for code, number in sorted(total.items())) or "none"

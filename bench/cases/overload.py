@@ -7,15 +7,12 @@ which the rest is held against, is what as many callers as help get done when ea
 from __future__ import annotations
 
 import asyncio
-import secrets
-import tempfile
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.openloop import Act, Calls, closed_loop, failures_text, open_loop
 from bench.report import Report
 from bench.scale import SMOKE, Scale
+from bench.service import service
 from bench.timing import Spread
 from kvcomm.chaos.live import quotas
 from kvcomm.instance import Instance
@@ -38,11 +35,7 @@ PUT_EACH = 5
 DEADLINE_S = 2.0
 LATE_MAX_S = 1.0
 """Clients that were later than this by themselves had too much to do, and measured that."""
-_CONFIG = """
-cache: {l2_size: 16MiB, l3_size: 32MiB}
-cluster: {shards: 3, pools: 0}
-storage: {fsync: interval}
-"""
+SHARD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +53,8 @@ def run(scale: Scale) -> Report:
         report.skip("twice as many calls as three shards can do", why)
         return report
     rounds, shorter = (1, 0.05) if scale is SMOKE else (ROUNDS, 1.0)
-    turns = asyncio.run(_turns(rounds, shorter))
+    with service(pools=0, shard_bytes=SHARD_BYTES, fsync="interval") as running:
+        turns = asyncio.run(_turns(running.instance, rounds, shorter))
     settled_s = SETTLED_S * shorter
     goodput = [turn.over.rate(settled_s) / turn.peak.rate() for turn in turns]
     report.claim("calls done in time at twice the peak, over the peak", ">=", 0.8, "x", Spread.of(goodput))
@@ -71,7 +65,7 @@ def run(scale: Scale) -> Report:
     what = f"after it, until {STEADY_SHARE:.0%} of half the peak are done over any {STEADY_S} s"
     report.claim(what, "<=", 10_000.0, "ms", Spread.of(steady))
     for name, each in (
-        ("peak, 128 callers that wait", [turn.peak for turn in turns]),
+        (f"peak, {CALLERS} callers that wait", [turn.peak for turn in turns]),
         ("twice the peak", [turn.over for turn in turns]),
         ("half the peak after it", [turn.after for turn in turns]),
     ):
@@ -86,36 +80,28 @@ def run(scale: Scale) -> Report:
     return report
 
 
-async def _turns(rounds: int, shorter: float) -> list[Turn]:
+async def _turns(instance: Instance, rounds: int, shorter: float) -> list[Turn]:
     from kvcomm.connect import connect_async
-    from kvcomm.embedded import Embedded
 
-    with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
-        config = Path(directory) / "kvcomm.yaml"
-        config.write_text(_CONFIG)
-        name = f"bench-{secrets.token_hex(4)}"
-        embedded, limits = Embedded.start(name, config, time.monotonic() + 60.0), quotas.Quotas()
-        try:
-            client = await connect_async(config, instance=name)
-            state = client.state("overload")
-            for number in range(KEYS):
-                await state.put(f"k{number}", VALUE)
+    client, limits = await connect_async(instance=instance.name), quotas.Quotas()
+    state = client.state("overload")
 
-            async def act(number: int) -> object:
-                key = f"k{number % KEYS}"
-                if number % PUT_EACH:
-                    return await state.get(key, deadline_s=DEADLINE_S)
-                return await state.put(key, VALUE, deadline_s=DEADLINE_S)
+    async def act(number: int) -> object:
+        key = f"k{number % KEYS}"
+        if number % PUT_EACH:
+            return await state.get(key, deadline_s=DEADLINE_S)
+        return await state.put(key, VALUE, deadline_s=DEADLINE_S)
 
-            for node in Instance.open(name).nodes():
-                if node.role == "shard":
-                    limits.limit(node.node, [node.pid], SHARD_PERCENT)
-            turns = [await _turn(act, shorter) for _ in range(rounds)]
-            await client.close()
-            return turns
-        finally:
-            limits.close()
-            embedded.stop()
+    try:
+        for number in range(KEYS):
+            await state.put(f"k{number}", VALUE)
+        for node in instance.nodes():
+            if node.role == "shard":
+                limits.limit(node.node, [node.pid], SHARD_PERCENT)
+        return [await _turn(act, shorter) for _ in range(rounds)]
+    finally:
+        limits.close()
+        await client.close()
 
 
 async def _turn(act: Act, shorter: float) -> Turn:

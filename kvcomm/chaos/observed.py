@@ -12,7 +12,8 @@ import msgspec
 from kvcomm.chaos.eventual import Ending
 from kvcomm.chaos.history import History, Operation
 from kvcomm.chaos.registers import KINDS
-from kvcomm.chaos.shapes import Cut
+from kvcomm.chaos.shapes import Cut, sides
+from kvcomm.wire.messages import ClusterView
 
 CallKind = Literal["eventual", "strong", "blocks"]
 CallState = Literal["good", "degraded", "refused", "unknown"]
@@ -82,6 +83,21 @@ class Episode:
 def hurt_by(broken: Iterable[str]) -> frozenset[str]:
     """Hosts of an :class:`Episode` that are hurt, of what is broken: ``down n1 shard``, ``slow n2``."""
     return frozenset(each.split()[1] for each in broken if " " in each)
+
+
+def episode_of(
+    begin: float, end: float, nodes: Sequence[str], broken: Mapping[str, frozenset[Cut]]
+) -> Episode:
+    """``broken``: what was, and which directions that cut."""
+    cuts = frozenset[Cut]().union(*broken.values())
+    return Episode(begin, end, sides(nodes, cuts), cuts, hurt_by(broken))
+
+
+def suspects_of(view: ClusterView) -> list[str] | None:
+    """Nodes, as in :class:`Sample`."""
+    if view.leader != view.controller:
+        return None
+    return [each.node for each in view.nodes if each.state in ("suspect", "dead")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvcomm.chaos.history import History
 from kvcomm.chaos.keys import clients_of
 from kvcomm.chaos.measures import measure
 from kvcomm.chaos.nemesis import Nemesis
-from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, hurt_by
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, episode_of, suspects_of
 from kvcomm.chaos.plan import Plan
 from kvcomm.chaos.registers import StrongWorkload
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
@@ -44,7 +44,7 @@ from kvcomm.chaos.scenario import (
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
-from kvcomm.chaos.shapes import cuts_of, sides
+from kvcomm.chaos.shapes import cuts_of
 from kvcomm.chaos.splits import SplitWork, equal_replicas
 from kvcomm.chaos.workload import Act, EventualWorkload
 from kvcomm.wire.messages import ClusterView, DrainOrder, Message, MoveOrder, OrderAnswer, ScaleOrder
@@ -364,10 +364,7 @@ class _Story:
 
     def _close_episode(self, now: float) -> None:
         if self._broken:
-            cuts = frozenset[Direction]().union(*self._broken.values())
-            nodes = self._scenario.node_names
-            parted = sides(nodes, cuts)
-            self._episodes.append(Episode(self._since, now, parted, cuts, hurt_by(self._broken)))
+            self._episodes.append(episode_of(self._since, now, self._scenario.node_names, self._broken))
 
     def _mend(self) -> None:
         self._close_episode(self.cluster.world.now)
@@ -434,11 +431,11 @@ class _Story:
             view = controllers.view(node) if node in controllers.names else None
             shard = self.cluster.shard(node) if view is None and node in self.cluster.names else None
             if view is not None:
-                suspects = [each.node for each in view.nodes if each.state in ("suspect", "dead")]
+                suspects = suspects_of(view)
                 self._samples.append(
                     Sample(
                         now, self._host_of(node), leader=view.leader, term=view.term, mode=view.mode,
-                        suspects=[*map(self._host_of, suspects)] if view.leader == node else None,
+                        suspects=None if suspects is None else [*map(self._host_of, suspects)],
                     )
                 )  # fmt: skip
                 self._follow(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_what_fails_is_counted_by_its_code() -> None:
     assert not calls.done_at and set(calls.failed) == {"unavailable", "refused"}
     assert sum(calls.failed.values()) == calls.begun
     assert (
-        failures_text([Calls(0, 1, failed={"a": 1200}), Calls(0, 1, failed={"a": 1, "b": 2})])
+        failures_text([Calls(0, 1, failed=Counter(a=1200)), Calls(0, 1, failed=Counter(a=1, b=2))])
         == "1,201 a, 2 b"
     )
     assert failures_text([]) == "none"

@@ -35,7 +35,7 @@ from kvcomm.chaos.live.orders import (
     decode_order,
     encode,
 )
-from kvcomm.chaos.observed import LAST, Sample
+from kvcomm.chaos.observed import LAST, Sample, suspects_of
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.namespace import TenantDigest
 from kvcomm.rpc import AsyncPeers, Identity, droptable
@@ -255,8 +255,7 @@ class Agent:
                 continue
             assert isinstance(view, ClusterView)
             leader, term, mode = view.leader, view.term, view.mode
-            if view.leader == view.controller:
-                suspects = [each.node for each in view.nodes if each.state in ("suspect", "dead")]
+            suspects = suspects_of(view)
         return Sample(at, self.setup.node, epoch, digest, leader, term, mode, self.work.late_s, suspects)
 
     async def _save(self) -> None:

@@ -21,7 +21,7 @@ from kvcomm.chaos.live.cluster import Cluster
 from kvcomm.chaos.live.orders import Begin, Done, End, Look, Phase, Save, States, Stored, Told
 from kvcomm.chaos.live.running import RunningCluster
 from kvcomm.chaos.measures import measure
-from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, hurt_by
+from kvcomm.chaos.observed import Episode, Mark, Observed, Sample, episode_of
 from kvcomm.chaos.registers import KINDS
 from kvcomm.chaos.report import Report, broken_off, report_of, skipped
 from kvcomm.chaos.scenario import (
@@ -49,7 +49,7 @@ from kvcomm.chaos.scenario import (
     resolved,
 )
 from kvcomm.chaos.shapes import Cut as Direction
-from kvcomm.chaos.shapes import cuts_of, sides
+from kvcomm.chaos.shapes import cuts_of
 from kvcomm.errors import KVCommError, Unavailable
 from kvcomm.wire.messages import ClusterView, OrderAnswer, RecordState
 
@@ -364,9 +364,7 @@ class _Story:
 
     def _close_episode(self, now: float) -> None:
         if self._broken:
-            cuts = frozenset[Direction]().union(*self._broken.values())
-            parted = sides(self._cluster.nodes, cuts)
-            self._episodes.append(Episode(self._since, now, parted, cuts, hurt_by(self._broken)))
+            self._episodes.append(episode_of(self._since, now, self._cluster.nodes, self._broken))
 
     def _mend(self) -> None:
         """What a scenario leaves broken is mended to look at what is left."""
