@@ -13,6 +13,8 @@ Theory of operation.  The plan is at first the configuration's, later the leader
 A node that ends early :data:`STARTS_MAX` times in a row before the cluster ever served will not come up by
 trying once more (a wrong configuration, no shared memory, a port taken): the supervisor gives up, so that
 whoever started it hears why.  Once the cluster has served it is never given up: its other nodes still serve.
+From then on nodes that are new start one after the other: a start takes most of a core for a second, and
+those that serve on this host want it too.  What has died starts again whoever else does.
 
 It issues no maps and moves no data: that is the controllers' (``controller.controller``), which need not run
 on its host.  With it gone, or with all controllers gone, reads and writes go on.
@@ -197,6 +199,10 @@ class Supervisor:
             return "stopped"
         return "given up" if self._is_hopeless(node) else "starts again"
 
+    @property
+    def _may_start_new(self) -> bool:
+        return not (self.served and any(node.state == "starting" for node in self._nodes.values()))
+
     def _is_hopeless(self, node: _Node) -> bool:
         return not self.served and node.early_ends >= STARTS_MAX
 
@@ -243,7 +249,7 @@ class Supervisor:
         for node in self._nodes.values():
             due = _deadline_of(node)
             is_due = due is not None and due <= now
-            if node.state == "absent" or (node.state == "waiting" and is_due):
+            if (node.state == "absent" and self._may_start_new) or (node.state == "waiting" and is_due):
                 if node.state == "waiting":
                     node.restarts += 1
                     node.backoff_s = min(node.backoff_s * 2, BACKOFF_MAX_S)

@@ -13,7 +13,7 @@ and a vote is given only to a proposer with the very same configuration.  Why an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -40,24 +40,22 @@ class Configuration:
     pending: tuple[Ring, ...] = ()
     origin: tuple[int, ...] = ()
 
-    @property
-    def rings(self) -> tuple[Ring, ...]:
-        return (self.settled, *self.pending)
+    rings: tuple[Ring, ...] = field(init=False, compare=False)
+    maps: tuple[int, ...] = field(init=False, compare=False)
+    """Epochs of all: two configurations with the same ones are the same."""
+    names: Sequence[str] = field(init=False, compare=False)
+    """Of all shards in any of the maps, sorted."""
+
+    def __post_init__(self) -> None:
+        rings = (self.settled, *self.pending)
+        object.__setattr__(self, "rings", rings)
+        object.__setattr__(self, "maps", tuple(ring.epoch for ring in rings))
+        object.__setattr__(self, "names", sorted({name for ring in rings for name in ring.names}))
 
     @property
     def target(self) -> Ring:
         """The map that is to be the settled one."""
-        return self.pending[-1] if self.pending else self.settled
-
-    @property
-    def maps(self) -> tuple[int, ...]:
-        """Epochs of all: two configurations with the same ones are the same."""
-        return (self.settled.epoch, *(ring.epoch for ring in self.pending))
-
-    @property
-    def names(self) -> list[str]:
-        """Of all shards in any of the maps, sorted."""
-        return sorted({name for ring in self.rings for name in ring.names})
+        return self.rings[-1]
 
     def quorum(self, name: bytes) -> Quorum:
         """Of the record ``name``."""

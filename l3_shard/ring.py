@@ -35,7 +35,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from typing import Literal
 
 import mmh3
@@ -127,12 +129,12 @@ class Ring:
             return self
         return Ring.from_map(_alone(self._map, self._serving))
 
-    @property
+    @cached_property
     def names(self) -> Sequence[str]:
         """Of all shards, of both placements, sorted."""
         return sorted({*self._now.nodes, *self._next.nodes})
 
-    @property
+    @cached_property
     def placement(self) -> bytes:
         """Equal for rings that keep every record on the same shards, whatever their epochs and addresses, and
         whatever the stage of a transition."""
@@ -358,8 +360,25 @@ class _Placement:
             for at in sorted({*self.ends, *other.ends}):
                 yield self.owners(at, count), other.owners(at, count)
             return
-        for ours, theirs in self._circle.beside(other._circle):
+        for ours, theirs in _beside(self._circle, other._circle):
             yield ours[:count], theirs[:count]
+
+
+@dataclass(eq=False, slots=True)
+class _Spot:
+    """What is met first when walking from some points of the circle; all those share one."""
+
+    nearest: tuple[str, ...]
+    """Shards, as they come."""
+    by_rack: tuple[str, ...]
+    """The first shard of each rack."""
+    owners: tuple[str, ...] = field(init=False)
+    before: dict[str, _Spot] = field(default_factory=dict, init=False)
+    """What the point before these is, by its shard."""
+
+    def __post_init__(self) -> None:
+        rest = (each for each in self.nearest if each not in self.by_rack)
+        self.owners = (*self.by_rack, *rest)[: len(self.nearest)]
 
 
 class _Circle:
@@ -368,23 +387,47 @@ class _Circle:
     def __init__(self, places: Sequence[tuple[str, int, str]], listed_count: int) -> None:
         self._racks = {node: rack for node, _, rack in places}
         self._rack_count = len(set(self._racks.values()))
-        points = sorted((point, node) for node, weight, _ in places for point in _points(node, weight))
-        self.points = array("Q", [point for point, _ in points])
-        self.walk = [node for _, node in points]
+        points = [point for node, weight, _ in places for point in _points(node, weight)]
+        nodes = [node for node, weight, _ in places for _ in range(POINTS_PER_WEIGHT * weight)]
+        order = sorted(range(len(points)), key=points.__getitem__)
+        self.points = array("Q", map(points.__getitem__, order))
+        self.walk = list(map(nodes.__getitem__, order))
         """The shard of each point."""
-        self.owners = [tuple(self.first(at, listed_count)) for at in range(len(points))]
+        self._spots = self._all_spots(listed_count)
+        self.owners = [spot.owners for spot in self._spots]
         """The first ``listed_count`` of each point."""
 
-    def beside(self, other: _Circle) -> Iterator[Pair]:
-        """The owners by both, of every stretch: along both circles at once, for they have many points."""
-        ours, theirs, here, there = self.points, other.points, 0, 0
-        for at in sorted({*ours, *theirs}):
-            yield self.owners[here % len(ours)], other.owners[there % len(theirs)]
-            while here < len(ours) and ours[here] == at:
-                here += 1
-            while there < len(theirs) and theirs[there] == at:
-                there += 1
-        yield self.owners[0], other.owners[0]
+    def spots_at(self, ends: Sequence[int]) -> Iterator[_Spot]:
+        """``ends``: in order, with all our points and the end of the circle among them."""
+        around = [*self._spots, self._spots[0]]
+        if len(ends) == len(around):
+            return iter(around)  # they are just our points, as where shards only join or only leave
+        return map(around.__getitem__, map(bisect_left, repeat(self.points.tolist()), ends))
+
+    def _all_spots(self, count: int) -> list[_Spot]:
+        """Of every point, for the first ``count`` owners: against the walk, so that each follows from the one
+        behind it; it begins where every shard has been met beyond the last point.
+
+        A circle has thousands of points, and a shard that takes up a map answers nobody meanwhile; how many
+        different spots there are depends on the number of shards alone.
+        """
+        known: dict[tuple[tuple[str, ...], tuple[str, ...]], _Spot] = {}
+        racks, rack_count, spot = self._racks, min(count, self._rack_count), _Spot((), ())
+        beyond = self.walk[: max((self.walk.index(node) for node in racks), default=-1) + 1]
+        found: list[_Spot] = []
+        for node in chain(reversed(beyond), reversed(self.walk)):
+            behind, following = spot, spot.before.get(node)
+            if following is None:
+                nearest = (node, *[each for each in behind.nearest if each != node][: count - 1])
+                others = [each for each in behind.by_rack if racks[each] != racks[node]]
+                by_rack = (node, *others[: rack_count - 1])
+                following = known.get((nearest, by_rack))
+                if following is None:
+                    following = known[nearest, by_rack] = _Spot(nearest, by_rack)
+                behind.before[node] = following
+            spot = following
+            found.append(spot)
+        return found[: len(beyond) - 1 : -1] if beyond else []
 
     def first(self, at: int, count: int) -> list[str]:
         """Walk from point ``at``; shards of racks seen already wait until no new rack is left."""
@@ -419,6 +462,14 @@ def _pairs_of(now: _Placement, then: _Placement, count: int) -> frozenset[Pair]:
     if now == then:
         return frozenset((owners, owners) for owners in now.lists(count))
     return frozenset(now.beside(then, count))
+
+
+@lru_cache(maxsize=CIRCLES_MAX)
+def _beside(one: _Circle, other: _Circle) -> Sequence[Pair]:
+    """The different owners by both, of all stretches."""
+    ends = sorted({*one.points, *other.points, POINT_MAX})
+    pairs = set(zip(one.spots_at(ends), other.spots_at(ends), strict=True))
+    return [(ours.owners, theirs.owners) for ours, theirs in pairs]
 
 
 @lru_cache(maxsize=CIRCLES_MAX)

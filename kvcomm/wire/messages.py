@@ -1015,6 +1015,8 @@ class StrongSettle(Message, frozen=True):
     origin: Many[int] = []
     """Epochs of the configuration under which the settled map was settled; empty: the cluster began with it,
     or nobody knows any more."""
+    confirmed: Many[bytes] = []
+    """Records that the sender has confirmed under this very configuration: their other owners need not."""
 
 
 class StrongSettling(Message, frozen=True):

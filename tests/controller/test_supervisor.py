@@ -92,6 +92,28 @@ def test_what_is_planned_anew_starts_and_what_left_the_plan_ends() -> None:
     assert supervisor.all_up
 
 
+def test_beside_a_cluster_that_serves_new_nodes_start_one_after_the_other() -> None:
+    supervisor, third = all_up(), NodePlan("shard-3", "shard", "r0")
+    supervisor.handle(ClusterServes(), 1.5)
+    assert supervisor.handle(PlanChanged([*PLAN, MORE, third]), 2.0) == [StartNode(MORE)]
+    assert supervisor.handle(NodeExited("shard-0", -9), 2.1) == []
+    assert supervisor.handle(Tick(), 2.1 + BACKOFF_FIRST_S) == [StartNode(PLAN[2])], (
+        "it served: it need not wait"
+    )
+    assert supervisor.handle(NodeUp(MORE.node), 3.0) == []
+    assert supervisor.handle(NodeUp("shard-0"), 3.1) == [StartNode(third)]
+    supervisor.handle(NodeUp(third.node), 3.2)
+    assert supervisor.all_up
+
+
+def test_one_that_does_not_come_up_holds_no_other_back_for_good() -> None:
+    supervisor, third = all_up(), NodePlan("shard-3", "shard", "r0")
+    supervisor.handle(ClusterServes(), 1.5)
+    supervisor.handle(PlanChanged([*PLAN, MORE, third]), 2.0)
+    effects = supervisor.handle(Tick(), 2.0 + START_TIMEOUT_S)
+    assert effects == [KillNode(MORE.node), StartNode(third)]
+
+
 def test_what_becomes_of_a_node_that_ended_is_told() -> None:
     supervisor = all_up()
     supervisor.handle(PlanChanged(PLAN[:-1]), 2.0)

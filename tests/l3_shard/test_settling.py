@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from l3_shard import settling
 from l3_shard.ballot import NO_BALLOT
 from l3_shard.changing import Changing
 from l3_shard.configuration import decode
+from l3_shard.ring import Ring
 from l3_shard.settling import Settling
 from l3_shard.storage import Persist, Scan
 from tests.l3_shard.cluster import TENANT, Faults, ring_map
@@ -100,6 +101,75 @@ def test_records_are_confirmed_a_few_at_a_time_with_rests_between(monkeypatch: p
         "two rests, of windows of a round trip"
     )
     assert done(world, "d", "read", key=b"k9").value == b"1"
+
+
+@pytest.mark.parametrize("away", ["", "b"])
+def test_one_owner_confirms_a_record_and_tells_the_others(away: str, monkeypatch: pytest.MonkeyPatch):
+    """All at the same time would be in each other's way; for one that is away the next one does it."""
+    confirmed: Counter[bytes] = Counter()
+    confirm = Changing.confirm
+
+    def counted(self: Changing, key: bytes, then: Callable[[StrongOutcome], None]) -> None:
+        confirmed[key] += 1
+        confirm(self, key, then)
+
+    monkeypatch.setattr(Changing, "confirm", counted)
+    world = calm("abc")
+    keys = [b"k%d" % number for number in range(12)]
+    for key in keys:
+        assert done(world, "a", "put", b"1", key=key).code == ""
+    world.run()
+    for name in "de":
+        world.join(name, placed("abc", 1))
+    if away:
+        world.isolate(away)
+    world.page_keys = len(keys)
+    confirmed.clear()
+    world.adopt(placed("cde", 2))
+    world.until(world.settled)
+    assert confirmed.keys() == {TENANT + key for key in keys}
+    assert confirmed.total() <= 1.5 * len(keys)
+    world.isolate("c")
+    assert done(world, "d", "read", key=keys[-1]).value == b"1"
+
+
+def told_of_before_the_next_map(monkeypatch: pytest.MonkeyPatch) -> StrongOutcome:
+    """``a`` has confirmed the record for other owners, of whom ``d`` was away, and told the old ones, when
+    still others are to have it; then ``a`` is away."""
+    monkeypatch.setattr(settling, "TURN_S", 1.0)
+    world, then = calm("abc"), placed("abd", 2)
+    rings = (world.shards["a"].ring, Ring.from_map(then))
+    key = next(
+        key for key in (b"k%d" % number for number in range(99))
+        if all(ring.replicas(key)[0] == "a" for ring in rings)
+    )  # fmt: skip
+    assert done(world, "a", "put", b"1", key=key).code == ""
+    world.run()
+    for name in "dfgh":
+        world.join(name, placed("abc", 1))
+    world.run(world.now + 1)
+    world.isolate("d")
+    world.adopt(then, "abcd")
+    world.run(world.now + 0.5)
+    assert not world.settled(), "b and c are still to have their turns"
+    world.cuts.clear()
+    world.isolate("a")
+    world.adopt(placed("fgh", 3), "bcdfgh")
+    world.until(world.settled)
+    return done(world, "f", "read", key=key)
+
+
+def test_who_was_told_of_a_record_confirms_it_for_the_owners_of_a_later_map(monkeypatch: pytest.MonkeyPatch):
+    assert told_of_before_the_next_map(monkeypatch).value == b"1"
+
+
+def test_if_it_did_not_the_record_would_be_gone(monkeypatch: pytest.MonkeyPatch):
+    def hears(self: Settling, keys: Iterable[bytes], maps: tuple[int, ...]) -> None:
+        self._told_maps = maps
+        self._told_of |= dict.fromkeys(keys)
+
+    monkeypatch.setattr(Settling, "_hear_of", hears)
+    assert told_of_before_the_next_map(monkeypatch).value is None
 
 
 def slept_through() -> tuple[StrongWorld, StrongOutcome]:
@@ -181,20 +251,24 @@ class SlowDisks(StrongWorld):
         self.after(at - self.now, partial(super()._perform, node, effect))
 
 
-def test_a_vote_that_is_still_being_written_is_in_the_scan():
+@pytest.mark.parametrize("first", "abc")
+def test_a_vote_that_is_still_being_written_is_in_the_scan(first: str):
     """``a`` has just voted for a change when it hears of new owners, and its disk is slow: the others are
     fenced long before that vote is where a scan finds it.  ``b``, which has it too, scans late and is not
-    heard then; ``c`` was not asked, and has what was there before, under the same promise."""
+    heard then; ``c`` was not asked, and has what was there before, under the same promise.  Who of them is
+    the first to confirm the record is no matter: what ``c`` confirms then is not all that there is."""
     world = SlowDisks(1, "abc", Faults(delay_s=0.02, disk_s=0.001), replicas=3, write=1)
     world.settle()
     world.join("d", placed("abc", 1))
-    assert done(world, "b", "put", b"1").code == ""
+    ring = world.shards["a"].ring
+    key = next(key for key in (b"k%d" % number for number in range(99)) if ring.replicas(key)[0] == first)
+    assert done(world, "b", "put", b"1", key=key).code == ""
     world.run()
     send, begun = world._send, ""
 
     def from_now(node: str, number: int, message: Message) -> None:
         nonlocal begun
-        if not isinstance(message, StrongAccept) or begun == "ac":
+        if not isinstance(message, StrongAccept) or {*begun} == {*"ac"}:
             send(node, number, message)
             return
         begun += node
@@ -207,11 +281,11 @@ def test_a_vote_that_is_still_being_written_is_in_the_scan():
             world.after(1.5, world.cuts.clear)
 
     world._send = from_now  # type: ignore[method-assign]
-    assert done(world, "b", "put", b"2").code == ""
+    assert done(world, "b", "put", b"2", key=key).code == ""
     world.until(world.settled)
     world.run(world.now + 2)
     world.isolate("a")
-    assert done(world, "c", "read").value == b"2"
+    assert done(world, "c", "read", key=key).value == b"2"
 
 
 def test_equal_owners_at_other_addresses_are_no_change():
@@ -233,6 +307,7 @@ def test_a_voter_that_stops_at_any_step_goes_on_from_there(at_ms):
     world.adopt(placed("bde", 2))
     for name in "abcde":
         world.after(at_ms / 1_000, partial(world.crash, name))
+    world.run(world.now + at_ms / 1_000)
     world.until(world.settled)
     world.isolate("a")
     world.isolate("c")
@@ -289,8 +364,19 @@ def no_scan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Settling, "_has_all", lambda self, known: True)
 
 
+def told_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The other owners are told of records that are still to be confirmed."""
+    go_on = Settling._go_on
+
+    def tells(self: Settling, rest_s: float) -> None:
+        self._done, self._turn = [key for _, key in self._keys], -1
+        go_on(self, rest_s)
+
+    patch.setattr(Settling, "_go_on", tells)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [no_scan])
+@pytest.mark.parametrize("plant", [no_scan, told_too_early])
 def test_a_planted_bug_is_noticed(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,12 +156,20 @@ class Cluster:
         command = [sys.executable, "-m", "kvcomm.cli", role, *arguments, "--lifeline"]
         self._processes[node, role] = self._process(f"{name}", node, command)
 
-    def launch(self, shards: int) -> None:
-        """Have a shard running on so many hosts, the first ones: the controllers take those in that they
-        order, by these names."""
-        for node in self.nodes[:shards]:
-            if (node, "shard") not in self._processes:
-                self.spawn(node, "shard")
+    def missing(self, shards: int) -> list[str]:
+        """Hosts that have no shard yet, of the first so many."""
+        return [node for node in self.nodes[:shards] if (node, "shard") not in self._processes]
+
+    def launch(self, nodes: Sequence[str]) -> None:
+        """Start shards on these hosts, as a launcher does beside others that serve: one after the other.  The
+        controllers take those in that they order, by these names.
+
+        Raises:
+            Unavailable: one does not come up.
+        """
+        for node in nodes:
+            self.spawn(node, "shard")
+            self.await_back(node, "shard")
 
     def kill(self, node: str, part: Part) -> None:
         for process in self._chosen(node, part):

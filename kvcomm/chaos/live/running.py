@@ -62,8 +62,9 @@ class RunningCluster(Cluster):
     def start(self) -> None:
         self._start_agents(time.monotonic() + STARTED_WITHIN_S)
 
-    def launch(self, shards: int) -> None:
-        """Whoever runs the cluster does that, by the controllers' plan."""
+    def missing(self, shards: int) -> list[str]:
+        """Whoever runs the cluster starts them, by the controllers' plan."""
+        return []
 
     def kill(self, node: str, part: Part) -> None:
         self.signal(node, part, signal.SIGKILL)

@@ -257,8 +257,9 @@ class _Story:
         while step.waits and self._open and time.monotonic() < deadline:
             self._follow_orders()
             time.sleep(0.1)
-        if isinstance(step, Scale):
-            cluster.launch(step.shards)
+        if isinstance(step, Scale) and (missing := cluster.missing(step.shards)):
+            self._marks.append(Mark(time.monotonic(), f"start shards on {' '.join(missing)}", "order"))
+            cluster.launch(missing)
         name, fields, what = self._message(step)
         answer = self._tell_controllers(name, fields, ORDER_WITHIN_S)
         if answer.refused:
