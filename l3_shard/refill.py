@@ -226,7 +226,7 @@ def held(question: BlockHoldings, ring: Ring, blocks: BlockStore, disk: Depot | 
     limit = max(1, min(question.limit, PAGE_KEYS))
     above = blocks.listing(question.after, limit, ANY_TENANT)
     below = disk.listing(question.after, limit) if disk is not None else []
-    page = list(islice(distinct(above, below), limit))
+    page = list(islice(distinct(above, below), limit)) if below else above
     theirs = [item for item in page if question.node in ring.block_keepers(item.key)]
     used = blocks.used([BlockKey(item.key) for item in theirs])
     items = [Holding(item.key, item.copy_bytes, hot) for item, hot in zip(theirs, used, strict=True)]

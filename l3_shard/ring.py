@@ -56,6 +56,8 @@ SHARDS_MAX = 1024
 RANGES_MAX = 4096
 POINT_MAX = 2**64 - 1
 
+KEEPERS_MAX = 16_384
+"""Blocks whose keepers a ring remembers, about 3 MiB."""
 CIRCLES_MAX = 8
 """Circles kept for the next map with the same shards."""
 
@@ -94,6 +96,8 @@ class Ring:
             self._serving, self._other = self._next, self._now
         self._unions: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = {}
         self._before: dict[str, frozenset[frozenset[str]]] = {}
+        self._block_keepers: dict[bytes, tuple[str, ...]] = {}
+        """Of blocks that were asked for lately: after a change all shards ask each about the same ones."""
 
     @classmethod
     def from_map(cls, ring_map: RingMap) -> Ring:
@@ -196,7 +200,12 @@ class Ring:
 
     def block_keepers(self, key: bytes) -> tuple[str, ...]:
         """All shards that should have the block ``key``: :meth:`block_owners` first."""
-        return self._kept(key, self._map.block_copies)
+        found = self._block_keepers.get(key)
+        if found is None:
+            if len(self._block_keepers) >= KEEPERS_MAX:
+                self._block_keepers.clear()
+            found = self._block_keepers[key] = self._kept(key, self._map.block_copies)
+        return found
 
     def gains(self, node: str) -> bool:
         """Whether ``node`` is to keep records after the transition that it does not keep before it."""
