@@ -37,7 +37,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain, repeat
+from itertools import chain
 from typing import Literal
 
 import mmh3
@@ -58,6 +58,8 @@ POINT_MAX = 2**64 - 1
 
 KEEPERS_MAX = 16_384
 """Blocks whose keepers a ring remembers, about 3 MiB."""
+POINTS_KEPT = 256
+"""Shards whose points are kept for the next circle that they are on, 4 KiB each by a weight of 1."""
 CIRCLES_MAX = 8
 """Circles kept for the next map with the same shards."""
 
@@ -396,6 +398,7 @@ class _Circle:
     def __init__(self, places: Sequence[tuple[str, int, str]], listed_count: int) -> None:
         self._racks = {node: rack for node, _, rack in places}
         self._rack_count = len(set(self._racks.values()))
+        self._places = frozenset((node, weight) for node, weight, _ in places)
         points = [point for node, weight, _ in places for point in _points(node, weight)]
         nodes = [node for node, weight, _ in places for _ in range(POINTS_PER_WEIGHT * weight)]
         order = sorted(range(len(points)), key=points.__getitem__)
@@ -406,12 +409,18 @@ class _Circle:
         self.owners = [spot.owners for spot in self._spots]
         """The first ``listed_count`` of each point."""
 
-    def spots_at(self, ends: Sequence[int]) -> Iterator[_Spot]:
-        """``ends``: in order, with all our points and the end of the circle among them."""
-        around = [*self._spots, self._spots[0]]
-        if len(ends) == len(around):
-            return iter(around)  # they are just our points, as where shards only join or only leave
-        return map(around.__getitem__, map(bisect_left, repeat(self.points.tolist()), ends))
+    def has_points_of(self, other: _Circle) -> bool:
+        """Whether all of the other's points are ours too, as where shards only join or only leave."""
+        return other._places <= self._places
+
+    def spots_at(self, ends: Sequence[int]) -> list[_Spot]:
+        """``ends``: in order, all our points and the end of the circle among them; against their order."""
+        ours = dict(zip(self.points, self._spots, strict=True))
+        spot, found = self._spots[0], []
+        for end in reversed(ends):
+            spot = ours.get(end, spot)
+            found.append(spot)
+        return found
 
     def _all_spots(self, count: int) -> list[_Spot]:
         """Of every point, for the first ``count`` owners: against the walk, so that each follows from the one
@@ -476,7 +485,10 @@ def _pairs_of(now: _Placement, then: _Placement, count: int) -> frozenset[Pair]:
 @lru_cache(maxsize=CIRCLES_MAX)
 def _beside(one: _Circle, other: _Circle) -> Sequence[Pair]:
     """The different owners by both, of all stretches."""
-    ends = sorted({*one.points, *other.points, POINT_MAX})
+    if one.has_points_of(other) or other.has_points_of(one):
+        ends = [*max(one.points, other.points, key=len), POINT_MAX]
+    else:
+        ends = sorted({*one.points, *other.points, POINT_MAX})
     pairs = set(zip(one.spots_at(ends), other.spots_at(ends), strict=True))
     return [(ours.owners, theirs.owners) for ours, theirs in pairs]
 
@@ -508,13 +520,14 @@ def _ring_of(encoded: bytes) -> Ring:
     return Ring(decode_map(encoded))
 
 
-def _points(node: str, weight: int) -> Iterator[int]:
-    """A shard's points depend on its name and weight alone, so that no other shard's coming or going moves
-    them.
+@lru_cache(maxsize=POINTS_KEPT)
+def _points(node: str, weight: int) -> Sequence[int]:
+    """A shard's points, in order; they depend on its name and weight alone, so that no other shard's coming
+    or going moves them.
     """
-    name = node.encode()
-    for index in range(0, POINTS_PER_WEIGHT * weight, 2):
-        yield from mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False)
+    name, indexes = node.encode(), range(0, POINTS_PER_WEIGHT * weight, 2)
+    pairs = [mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False) for index in indexes]
+    return array("Q", sorted(chain.from_iterable(pairs)))
 
 
 def _alone(ring_map: RingMap, placement: _Placement) -> RingMap:

@@ -397,10 +397,7 @@ async def _shard_stores(process: NodeProcess) -> AsyncIterator[tuple[Owner, Bloc
 
 async def _live(process: NodeProcess, announcement: Awaitable[None]) -> None:
     await announcement
-    # Modules and what else is there now stays: to look through it for garbage again and again takes 40 ms each
-    # time, in which nobody is answered.
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # modules and the like stay: each look through them for garbage is 40 ms without an answer
     await process.keep_telling()
 
 
