@@ -34,6 +34,8 @@ from l3_shard.ring import Ring
 RETRY_S = 0.25
 """After a round in which somebody did not answer; twice as long each time, up to the usual interval, and
 never shorter than the round took."""
+CHANGE_REST_S = 0.25
+"""After a change of the ring callers' requests that were under way are placed again, and come first."""
 PAGE_PAUSE_S = 0.02
 """Before each further page of names, for each peer: one page takes a shard 2 to 3 ms, in which it serves
 nobody, and all of them may be asking it."""
@@ -143,7 +145,9 @@ class Refilling:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
-                    retry_s = RETRY_S
+            if self._changed.is_set():
+                retry_s = RETRY_S
+                await asyncio.sleep(CHANGE_REST_S)
 
     def _due(self) -> bool:
         """With one copy of each block only a change of the ring brings a shard what it lacks."""

@@ -62,6 +62,8 @@ from l3_shard.tombstones import Burial, Forget
 
 CAUGHT_UP = b"caught_up"
 FLOOR = b"floor"
+CHANGE_REST_S = 0.25
+"""After a change of the ring callers' requests that were under way are placed again, and come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class Repair:
         self._hurry = Hurry(options.move_rate_bytes)
         self._removed_count = 0
         self._placed = b""
+        self._rest_s = 0.0
         self._epoch = ring().epoch
         self._readiness = Readiness(node, ring())
         self._neighbours: dict[str, _Neighbour] = {}
@@ -212,6 +215,7 @@ class Repair:
     def placed(self) -> None:
         """The ring in force is another.  What was begun under the old one is abandoned."""
         ring = self._ring()
+        self._rest_s = CHANGE_REST_S if self._placed else 0.0  # by the first one nothing was under way
         for neighbour in self._neighbours.values():
             self._abandon(neighbour)
         if self._burial is not None:
@@ -234,7 +238,7 @@ class Repair:
             self._readiness = Readiness(self._node, ring)
             for neighbour in self._neighbours.values():
                 if self._readiness.wants(neighbour.node):
-                    neighbour.compare_at = self._desk.now
+                    neighbour.compare_at = self._after_change(neighbour.node)
         self._epoch = ring.epoch
         self.purge.placed()
         for neighbour in self._neighbours.values():
@@ -245,7 +249,11 @@ class Repair:
         """When, under a new placement: one that gains will come to us."""
         if self._leaves_it_to(node):
             return self._desk.now + self._jittered(self._options.interval_s, node)
-        return self._desk.now
+        return self._after_change(node)
+
+    def _after_change(self, node: str) -> float:
+        """When to compare at the earliest."""
+        return self._desk.now + self._jittered(self._rest_s, node)
 
     def _leaves_it_to(self, node: str) -> bool:
         ring = self._ring()
@@ -395,7 +403,7 @@ class Repair:
         if neighbour.comparing is not None:
             neighbour.comparing.abandon()
             neighbour.comparing = None
-            neighbour.compare_at = self._desk.now
+            neighbour.compare_at = self._after_change(neighbour.node)
 
     def _back_off_s(self, neighbour: _Neighbour) -> float:
         options = self._options
