@@ -399,7 +399,7 @@ class _Circle:
         self._racks = {node: rack for node, _, rack in places}
         self._rack_count = len(set(self._racks.values()))
         self._places = frozenset((node, weight) for node, weight, _ in places)
-        points = [point for node, weight, _ in places for point in _points(node, weight)]
+        points = [point for node, weight, _ in places for point in _points(node, POINTS_PER_WEIGHT * weight)]
         nodes = [node for node, weight, _ in places for _ in range(POINTS_PER_WEIGHT * weight)]
         order = sorted(range(len(points)), key=points.__getitem__)
         self.points = array("Q", map(points.__getitem__, order))
@@ -521,12 +521,14 @@ def _ring_of(encoded: bytes) -> Ring:
 
 
 @lru_cache(maxsize=POINTS_KEPT)
-def _points(node: str, weight: int) -> Sequence[int]:
-    """A shard's points, in order; they depend on its name and weight alone, so that no other shard's coming
-    or going moves them.
+def _points(node: str, count: int) -> Sequence[int]:
+    """A shard's points, in order; they depend on its name and their number alone, so that no other shard's
+    coming or going moves them.
     """
-    name, indexes = node.encode(), range(0, POINTS_PER_WEIGHT * weight, 2)
-    pairs = [mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False) for index in indexes]
+    name = node.encode()
+    pairs = [
+        mmh3.hash64(index.to_bytes(4, "little") + name, _SEED, signed=False) for index in range(0, count, 2)
+    ]
     return array("Q", sorted(chain.from_iterable(pairs)))
 
 

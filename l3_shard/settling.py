@@ -71,12 +71,14 @@ from l3_shard.storage import Scan, Scanned
 
 PAGE_KEYS = 64
 """Records that are confirmed before the progress is written."""
-WINDOW_KEYS = 4
+WINDOW_KEYS = 2
 """Of them at once: each is a round with all its owners, and all shards have theirs to do."""
 REST = 2.0
 """Times what a window took, until the next: callers' requests go in between."""
 TURN_S = 0.1
 """Before records that others are to confirm first, for what they have to tell."""
+BEGIN_S = 0.2
+"""Under a new configuration before the first: callers' rounds that it was in the way of come first."""
 TOLD_MAX = 65_536
 """Records that others have told of and that our own scan has not come to; what is told beyond is confirmed
 once more."""
@@ -347,7 +349,7 @@ class Settling:
         places = [(self._place(known, key), key) for key in event.keys if key != MEMBERSHIP_KEY]
         self._keys = deque(sorted((place, key) for place, key in places if place is not None))
         self._resume = event.resume
-        self._go_on(0.0)
+        self._go_on(0.0 if self._membership.confirmed == self._scan_maps else BEGIN_S)
         return True
 
     def _go_on(self, rest_s: float) -> None:

@@ -128,7 +128,7 @@ def test_one_owner_confirms_a_record_and_tells_the_others(away: str, monkeypatch
     world.adopt(placed("cde", 2))
     world.until(world.settled)
     assert confirmed.keys() == {TENANT + key for key in keys}
-    assert confirmed.total() <= 1.5 * len(keys)
+    assert confirmed.total() <= 2 * len(keys), "each of all its owners, old and new, would be five times"
     world.isolate("c")
     assert done(world, "d", "read", key=keys[-1]).value == b"1"
 
