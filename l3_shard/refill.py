@@ -27,7 +27,7 @@ from kvcomm.wire.messages import BlockHeld, BlockHoldings, BlockItem, Holding, M
 from l3_shard.ring import Ring
 
 PAGE_KEYS = 1024
-"""Blocks that one question goes through, 2 to 3 ms of the answering shard."""
+"""Blocks that one question goes through, up to 3 ms of the answering shard."""
 WINDOW_KEYS = 16
 WINDOW_BYTES = 4 << 20
 """Of the copies that are fetched at a time; one larger copy goes alone."""

@@ -37,7 +37,7 @@ never shorter than the round took."""
 CHANGE_REST_S = 0.25
 """After a change of the ring callers' requests that were under way are placed again, and come first."""
 PAGE_PAUSE_S = 0.02
-"""Before each further page of names, for each peer: one page takes a shard 2 to 3 ms, in which it serves
+"""Before each further page of names, for each peer: one page takes a shard up to 3 ms, in which it serves
 nobody, and all of them may be asking it."""
 OPENING_MAX_S = 60.0
 """How long the disk tier may take to know what it holds, until it is not waited for."""

@@ -60,6 +60,8 @@ KEEPERS_MAX = 16_384
 """Blocks whose keepers a ring remembers, about 3 MiB."""
 POINTS_KEPT = 256
 """Shards whose points are kept for the next circle that they are on, 4 KiB each by a weight of 1."""
+SPOTS_MAX = 4_096
+"""Remembered while a circle is made; of more shards hardly one is met twice."""
 CIRCLES_MAX = 8
 """Circles kept for the next map with the same shards."""
 
@@ -377,19 +379,15 @@ class _Placement:
 
 @dataclass(eq=False, slots=True)
 class _Spot:
-    """What is met first when walking from some points of the circle; all those share one."""
+    """What is met first when walking from some points of the circle."""
 
     nearest: tuple[str, ...]
     """Shards, as they come."""
     by_rack: tuple[str, ...]
     """The first shard of each rack."""
-    owners: tuple[str, ...] = field(init=False)
-    before: dict[str, _Spot] = field(default_factory=dict, init=False)
+    list_number: int
+    before: dict[str, _Spot] = field(default_factory=dict)
     """What the point before these is, by its shard."""
-
-    def __post_init__(self) -> None:
-        rest = (each for each in self.nearest if each not in self.by_rack)
-        self.owners = (*self.by_rack, *rest)[: len(self.nearest)]
 
 
 class _Circle:
@@ -405,47 +403,53 @@ class _Circle:
         self.points = array("Q", map(points.__getitem__, order))
         self.walk = list(map(nodes.__getitem__, order))
         """The shard of each point."""
-        self._spots = self._all_spots(listed_count)
-        self.owners = [spot.owners for spot in self._spots]
-        """The first ``listed_count`` of each point."""
+        self.lists, self._numbers = self._all_lists(listed_count)
+        """The different lists of the first ``listed_count``."""
+        self.owners = [self.lists[number] for number in self._numbers]
+        """Those of each point."""
 
     def has_points_of(self, other: _Circle) -> bool:
         """Whether all of the other's points are ours too, as where shards only join or only leave."""
         return other._places <= self._places
 
-    def spots_at(self, ends: Sequence[int]) -> list[_Spot]:
-        """``ends``: in order, all our points and the end of the circle among them; against their order."""
-        ours = dict(zip(self.points, self._spots, strict=True))
-        spot, found = self._spots[0], []
+    def lists_at(self, ends: Sequence[int]) -> list[int]:
+        """Numbers of the lists, the last end's first; ``ends``: in order, all our points and the end of the
+        circle among them."""
+        ours = dict(zip(self.points, self._numbers, strict=True))
+        number, found = self._numbers[0], []
         for end in reversed(ends):
-            spot = ours.get(end, spot)
-            found.append(spot)
+            number = ours.get(end, number)
+            found.append(number)
         return found
 
-    def _all_spots(self, count: int) -> list[_Spot]:
-        """Of every point, for the first ``count`` owners: against the walk, so that each follows from the one
-        behind it; it begins where every shard has been met beyond the last point.
+    def _all_lists(self, count: int) -> tuple[list[tuple[str, ...]], array[int]]:
+        """The different lists of the first ``count``, and by point which it is.
 
-        A circle has thousands of points, and a shard that takes up a map answers nobody meanwhile; how many
-        different spots there are depends on the number of shards alone.
+        Against the walk, so that each point's follow from what is behind it; it begins where every shard has
+        been met beyond the last point.  A circle has thousands of points, and a shard that takes up a map
+        answers nobody meanwhile; of few shards there are few different spots, and those are remembered.
         """
+        racks, rack_count = self._racks, min(count, self._rack_count)
         known: dict[tuple[tuple[str, ...], tuple[str, ...]], _Spot] = {}
-        racks, rack_count, spot = self._racks, min(count, self._rack_count), _Spot((), ())
+        lists: dict[tuple[str, ...], int] = {}
         beyond = self.walk[: max((self.walk.index(node) for node in racks), default=-1) + 1]
-        found: list[_Spot] = []
+        spot, found = _Spot((), (), 0), array("I")
         for node in chain(reversed(beyond), reversed(self.walk)):
-            behind, following = spot, spot.before.get(node)
+            following = spot.before.get(node)
             if following is None:
-                nearest = (node, *[each for each in behind.nearest if each != node][: count - 1])
-                others = [each for each in behind.by_rack if racks[each] != racks[node]]
+                nearest = (node, *[each for each in spot.nearest if each != node][: count - 1])
+                others = [each for each in spot.by_rack if racks[each] != racks[node]]
                 by_rack = (node, *others[: rack_count - 1])
                 following = known.get((nearest, by_rack))
                 if following is None:
-                    following = known[nearest, by_rack] = _Spot(nearest, by_rack)
-                behind.before[node] = following
+                    rest = [each for each in nearest if each not in by_rack]
+                    owners = (*by_rack, *rest)[: len(nearest)]
+                    following = _Spot(nearest, by_rack, lists.setdefault(owners, len(lists)))
+                if len(known) < SPOTS_MAX:
+                    known[nearest, by_rack] = spot.before[node] = following
             spot = following
-            found.append(spot)
-        return found[: len(beyond) - 1 : -1] if beyond else []
+            found.append(spot.list_number)
+        return list(lists), found[: len(beyond) - 1 : -1] if beyond else found
 
     def first(self, at: int, count: int) -> list[str]:
         """Walk from point ``at``; shards of racks seen already wait until no new rack is left."""
@@ -489,8 +493,8 @@ def _beside(one: _Circle, other: _Circle) -> Sequence[Pair]:
         ends = [*max(one.points, other.points, key=len), POINT_MAX]
     else:
         ends = sorted({*one.points, *other.points, POINT_MAX})
-    pairs = set(zip(one.spots_at(ends), other.spots_at(ends), strict=True))
-    return [(ours.owners, theirs.owners) for ours, theirs in pairs]
+    pairs = set(zip(one.lists_at(ends), other.lists_at(ends), strict=True))
+    return [(one.lists[ours], other.lists[theirs]) for ours, theirs in pairs]
 
 
 @lru_cache(maxsize=CIRCLES_MAX)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm.wire.messages import RingMap, RingNode, RingRange, RingTransition
+from l3_shard import ring as ring_module
 from l3_shard.ring import (
     NO_RING,
     POINT_MAX,
@@ -79,6 +80,24 @@ shard_lists = st.lists(
 def test_owners_are_the_oracles(shards, key, count, replicas):
     ring = Ring.from_map(ring_map(shards, replicas=replicas))
     assert ring.owners(key, count) == oracle(shards, key, count)
+
+
+@pytest.mark.parametrize("racks", [1, 2, 7])
+def test_more_shards_than_are_remembered_together_are_placed_alike(
+    racks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a circle of a thousand shards hardly two points have the same owners."""
+    monkeypatch.setattr(ring_module, "SPOTS_MAX", 5)
+    shards = [node(f"many-{racks}-{index}", f"rack-{index % racks}") for index in range(7)]
+    ring = Ring.from_map(ring_map(shards))
+    assert all(ring.replicas(key) == oracle(shards, key, 3) for key in KEYS[:40])
+
+
+def test_keepers_of_blocks_are_the_same_when_they_are_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ring_module, "KEEPERS_MAX", 3)
+    ring = Ring.from_map(ring_map(cluster(5), block_copies=2))
+    for _ in range(2):
+        assert [ring.block_keepers(key) for key in KEYS[:9]] == [ring.owners(key, 2) for key in KEYS[:9]]
 
 
 @settings(max_examples=8)

@@ -186,11 +186,9 @@ class TestReplayIsGeneration:
             StreamEngine(model, 400), {name: SCENARIOS[name] for name in ("window", "restored")}
         )
         for writer in writers.values():
-            reports = [judged(writer, replayed(model, writer.rollout, path)) for path in PATHS]
-            for report in reports:
+            for path in PATHS:  # how much is rounded otherwise is the processor's: on some nothing is
+                report = judged(writer, replayed(model, writer.rollout, path))
                 assert report.beyond(ROUNDED) == [], str(report)
-            # one of them: passes of the same size may round alike
-            assert max(report.k3.mean for report in reports) > EXACT.mean, "a limit that cannot fail"
             blind = mismatch([replayed(model, faults.lost(writer.rollout))])
             assert blind.beyond(ROUNDED), "the alarm sees that events were lost"
 
