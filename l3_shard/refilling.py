@@ -29,13 +29,11 @@ from kvcomm.wire.messages import SUSPECTS_MAX, BlockCopies, BlockGet, BlockSuspe
 from l3_shard.blockmove import Getting
 from l3_shard.pace import Pace
 from l3_shard.refill import WINDOW_BYTES, WINDOW_KEYS, AskHoldings, Round, Take
-from l3_shard.ring import Ring
+from l3_shard.ring import CHANGE_REST_S, Ring
 
 RETRY_S = 0.25
 """After a round in which somebody did not answer; twice as long each time, up to the usual interval, and
 never shorter than the round took."""
-CHANGE_REST_S = 0.25
-"""After a change of the ring callers' requests that were under way are placed again, and come first."""
 PAGE_PAUSE_S = 0.02
 """Before each further page of names, for each peer: one page takes a shard up to 3 ms, in which it serves
 nobody, and all of them may be asking it."""

@@ -54,7 +54,7 @@ from l3_shard.notes import Notes
 from l3_shard.purge import Purge
 from l3_shard.readiness import Readiness
 from l3_shard.recovery import Recovery
-from l3_shard.ring import NO_RING, Ring
+from l3_shard.ring import CHANGE_REST_S, NO_RING, Ring
 from l3_shard.scrub import ScrubOptions
 from l3_shard.storage import Entry
 from l3_shard.timers import Timers
@@ -62,8 +62,6 @@ from l3_shard.tombstones import Burial, Forget
 
 CAUGHT_UP = b"caught_up"
 FLOOR = b"floor"
-CHANGE_REST_S = 0.25
-"""After a change of the ring callers' requests that were under way are placed again, and come first."""
 
 
 @dataclass(frozen=True, slots=True)

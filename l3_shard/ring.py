@@ -65,6 +65,10 @@ SPOTS_MAX = 4_096
 CIRCLES_MAX = 8
 """Circles kept for the next map with the same shards."""
 
+CHANGE_REST_S = 0.25
+"""So long after a change of the ring what a shard does of itself waits: callers' requests that were under way
+are placed again, and come first."""
+
 NO_RING = RingMap(0, 1, 1, 1, 1, [], [])
 """Where a shard starts before it has heard of a map: epoch 0, nobody owns anything."""
 

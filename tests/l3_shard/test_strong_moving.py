@@ -120,4 +120,4 @@ def test_records_that_move_to_and_fro_under_faults_stay_linearizable(seed: int):
     history.check()
     world.faults = Faults()
     world.until(partial(moved, world, "abcdef"))
-    assert history.outcomes.get("done", 0) > 30
+    assert history.outcomes.get("done", 0) > 40
